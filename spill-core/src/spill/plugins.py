@@ -285,9 +285,7 @@ def _entry_points() -> Iterator[tuple[metadata.EntryPoint, metadata.Distribution
                 yield entry, distribution
 
 
-def _load(
-    manager: pluggy.PluginManager, entry: metadata.EntryPoint, distribution: metadata.Distribution
-) -> Plugin:
+def _load(manager: pluggy.PluginManager, entry: metadata.EntryPoint, distribution: metadata.Distribution) -> Plugin:
     name, version = distribution.name, distribution.version
     unique = f"{name}:{entry.name}"
     try:

@@ -1,0 +1,323 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` stays quick."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+import spill
+from spill.errors import SpillError, Stopped
+
+if TYPE_CHECKING:
+    from spill.plugins import Registry
+    from spill.runner import Place
+    from spill.signals import StopRequest
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+TARGET = click.argument("target", metavar="FOLDER|URI")
+STATE = click.option("--state", metavar="URI", help="Where the state is: a path, s3://, gs://, az://.")
+REFERENCE = click.option("--reference", metavar="URI", help="A state whose scores the table shows beside this one's.")
+ENGINE = click.option("--engine", metavar="NAME", help="Engine to use; `spill doctor` lists them.")
+STUDENT = click.option("--student", metavar="NAME", help="Tag, hf:org/name@revision, or a model directory.")
+WEIGHTS = click.option("--weights", metavar="URI", default="", help="Fetch the model directory from this store.")
+
+
+class Session:
+    """One start of the command line: its stop request, and whether errors show their traceback."""
+
+    def __init__(self, stop: "StopRequest") -> None:
+        self.stop = stop
+        self.debug = False
+
+
+def run(stop: "StopRequest") -> int:
+    """Run the command line; the exit code. Errors are one line, or a traceback with --debug."""
+    session = Session(stop)
+    try:
+        result = main.main(standalone_mode=False, obj=session)
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "spill"
+        click.echo(f"spill: {error.format_message()}; `{where} --help` says more", err=True)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except Stopped as stopped:
+        if session.debug:
+            raise
+        click.echo(f"spill: {stopped.message}", err=True)
+        return stopped.exit_code
+    except SpillError as error:
+        if session.debug:
+            raise
+        for line in (f"spill: {error.message}", *(f"  {detail}" for detail in error.details)):
+            click.echo(line, err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        if session.debug:
+            raise
+        text = " ".join(str(error).split())
+        click.echo(f"spill: unexpected {type(error).__name__}: {text:.300} (--debug shows where)", err=True)
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.version_option(spill.__version__, prog_name="spill")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_obj
+def main(session: Session, /, debug: bool) -> None:
+    """Fine-tune a small language model from a folder; stop anywhere, finish anywhere."""
+    session.debug = debug
+
+
+def _build_options(command: Command) -> Command:
+    for option in reversed(
+        [
+            TARGET,
+            STATE,
+            STUDENT,
+            ENGINE,
+            click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Compute dtype of the base."),
+            click.option("--seed", type=int),
+            click.option("--epochs", type=int),
+            click.option("--batch", type=int, help="Rows per step."),
+            click.option("--learning-rate", type=float, help="Its peak."),
+            click.option("--rank", type=int, help="Of the adapter."),
+            click.option("--alpha", type=float, help="The adapter's scale is alpha / rank."),
+            click.option("--max-length", type=int, help="Most tokens of a training row."),
+            click.option("--stages", metavar="A,B,C", help="Names, in order."),
+            WEIGHTS,
+            click.option("--stop-after", metavar="STAGE[:N]", help="Stop after a stage, or after its step or row N."),
+            click.option("--commit-every", type=click.FloatRange(0), metavar="SECONDS", help="0: after every unit."),
+            click.option("--accept-drift", is_flag=True, help="Go on where a handover check finds a difference."),
+            REFERENCE,
+            click.option("--table", is_flag=True, help="Print the table at the end of a stopped build too."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@_build_options
+@click.pass_obj
+def build(session: Session, /, **options: Any) -> None:
+    """Start a build of FOLDER, or continue it."""
+    _run_build(session.stop, resume=False, **options)
+
+
+@main.command()
+@_build_options
+@click.pass_obj
+def resume(session: Session, /, **options: Any) -> None:
+    """Continue a build; refuses to start one."""
+    _run_build(session.stop, resume=True, **options)
+
+
+def _run_build(
+    stop: "StopRequest",
+    *,
+    target: str,
+    state: str | None,
+    weights: str,
+    stop_after: str | None,
+    commit_every: float | None,
+    accept_drift: bool,
+    reference: str | None,
+    table: bool,
+    resume: bool,
+    stages: str | None,
+    **settings: Any,
+) -> None:
+    from spill.report import make_reporter
+    from spill.runner import Build, Request, locate
+    from spill.table import finished
+
+    flags = {key: value for key, value in settings.items() if value is not None}
+    if stages:
+        flags["stages"] = tuple(part.strip() for part in stages.split(","))
+    if reference:
+        flags["reference"] = reference
+    registry = _registry()
+    request = Request(
+        target=target,
+        state=state,
+        flags=flags,
+        weights=weights,
+        stop_after=stop_after,
+        commit_every=commit_every,
+        accept_drift=accept_drift,
+        resume=resume,
+    )
+    commit = Build(request, registry, stop, make_reporter()).run()
+    place = locate(target, state)
+    done = finished(commit)
+    if done or table:
+        click.echo(_table(place, commit, reference, registry))
+    if done:
+        click.echo(f'done; next: spill ask {place.again} "..."   or   spill export {place.again} --out DIR')
+    else:
+        at = ", ".join(f"{s} {r.position}/{r.total}" for s, r in commit.stages.items() if not r.finished)
+        click.echo(f"stopped as asked{' at ' + at if at else ''}; next: spill resume {place.again}")
+
+
+@main.command()
+@TARGET
+@STATE
+@REFERENCE
+def table(target: str, state: str | None, reference: str | None) -> None:
+    """Show who made each stage, with scores."""
+    from spill.runner import find
+    from spill.table import finished
+
+    registry = _registry()
+    place, _, head = find(target, state, registry)
+    for note in head.notes:
+        click.echo(f"warning: {note}", err=True)
+    click.echo(_table(place, head.commit, reference, registry))
+    following = f'spill ask {place.again} "..."' if finished(head.commit) else f"spill resume {place.again}"
+    click.echo(f"next: {following}")
+
+
+@main.command()
+@click.argument("directory", metavar="FOLDER")
+def check(directory: str) -> None:
+    """Tell every fault of a folder, by file and line, without touching a model."""
+    from pathlib import Path
+
+    from spill.folder import load
+
+    folder = load(Path(directory))
+    settings = folder.settings({})
+    registry = _registry()
+    for stage in settings.stages:
+        registry.get("stage", stage)
+    if settings.engine:
+        registry.engine(settings.engine)
+    for warning in folder.warnings:
+        click.echo(f"warning: {warning}")
+    click.echo(
+        f"{directory}: {len(folder.training)} training rows, {len(folder.exam)} exam rows, no faults; "
+        f"next: spill build {directory}"
+    )
+
+
+@main.command()
+@click.argument("name", type=click.Choice(["relay"]))
+@click.argument("directory", metavar="[FOLDER]", required=False)
+@click.option("--student", default="qwen2.5:0.5b", show_default=True, help="Tag to put into spill.toml.")
+def example(name: str, directory: str | None, student: str) -> None:
+    """Write an example folder."""
+    from pathlib import Path
+
+    from spill.example import write_example
+
+    folder = Path(directory or name)
+    write_example(folder, student=student)
+    click.echo(f"wrote {folder}: 10 intents, 20 exam rows, 100 training rows; next: {folder / 'relay.sh'}")
+
+
+@main.command()
+@TARGET
+@click.argument("prompt", required=False)
+@STATE
+@STUDENT
+@ENGINE
+@WEIGHTS
+@click.option("--base", is_flag=True, help="Ask the untrained model, with the folder's instructions.")
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.pass_obj
+def ask(session: Session, /, prompt: str | None, **options: Any) -> None:
+    """Ask the tuned model: one PROMPT, or one after another."""
+    from spill.use import open_answers
+
+    with open_answers(registry=_registry(), stop=session.stop, **options) as answer:
+        if prompt is not None:
+            click.echo(answer(prompt))
+            return
+        import signal
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # nothing to save here: Ctrl-C just ends it
+        while True:
+            try:
+                line = input("> ")
+            except EOFError:
+                return
+            if line.strip():
+                click.echo(answer(line))
+
+
+@main.command()
+@TARGET
+@STATE
+@STUDENT
+@WEIGHTS
+@click.option("--out", required=True, metavar="DIR", help="A new folder for the adapter.")
+@click.pass_obj
+def export(session: Session, /, **options: Any) -> None:
+    """Write the tuned adapter in PEFT's layout."""
+    from spill.use import export_adapter
+
+    for line in export_adapter(registry=_registry(), stop=session.stop, **options):
+        click.echo(line)
+
+
+@main.command()
+@click.option("--names", is_flag=True, help="Only the available engines' names, the best first.")
+def doctor(names: bool) -> None:
+    """List engines with reasons and measured rates."""
+    from spill.doctor import available, report
+
+    registry = _registry()
+    for line in available(registry) if names else report(registry):
+        click.echo(line)
+
+
+@main.command()
+def plugins() -> None:
+    """List plugins, what each brings, and the whole cause where one is broken."""
+    from spill.plugins import discover
+
+    registry = discover()
+    for plugin in registry.plugins:
+        click.echo(f"{plugin.name} ({plugin.label})")
+        for found in registry.found:
+            if found.plugin is plugin:
+                note = "" if found.usable else f"  NOT USABLE: {found.mismatch()}"
+                click.echo(f"  {found.kind:6} {found.spec.name:12} {found.spec.summary}{note}")
+        if plugin.cause:
+            click.echo(f"  BROKEN: {plugin.cause}")
+            for line in plugin.trace.rstrip().splitlines():
+                click.echo(f"    {line}")
+    for kind in ("engine", "store", "stage"):
+        for name, claimants in registry.named(kind).items():
+            if len(claimants) > 1:
+                click.echo(f"CLASH: {kind} {name!r} of {', '.join(f.plugin.label for f in claimants)}")
+
+
+def _registry() -> "Registry":
+    """Discover plugins, with a line on standard error for each that is left out."""
+    from spill.plugins import discover
+
+    registry = discover()
+    for line in registry.warnings():
+        click.echo(f"spill: {line}", err=True)
+    return registry
+
+
+def _table(place: "Place", commit: Any, reference: str | None, registry: "Registry") -> str:
+    from spill.state import newest
+    from spill.stores import open_store
+    from spill.table import render
+
+    if reference is None and place.directory:
+        from spill.folder import load
+
+        reference = load(place.directory).settings({}).reference
+    other = newest(open_store(reference, registry)) if reference else None
+    return render(commit, other.commit if other else None)

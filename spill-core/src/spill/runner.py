@@ -1,0 +1,551 @@
+"""A build from start to end: what is asked meets what the state holds, the run claims, stages advance and commit."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from attrs import evolve, field, frozen
+
+from spill import environment, models
+from spill.engine import AdapterSpec, Engine, Numerics
+from spill.errors import InputError, PluginError, SpillError, StateError, Stopped
+from spill.folder import DATA_FILES, Folder, Settings, load, make_settings, parse, settings_flags
+from spill.handover import check_drift, fits, probe_rows, rounded_losses
+from spill.plan import Student, differences, make_plan, missing_stage_plugin, prepare, refuse_differences
+from spill.plugins import EngineSpec, Registry, detect, load_target
+from spill.records import Commit, Malformed, Plan, Probe, Run, StageRecord, from_json, printable, to_json
+from spill.signals import StopRequest
+from spill.stages import Progress, Saved, Stage, Work
+from spill.state import Claim, Head, newest, read_object
+from spill.stores import Store, local_path, open_store, scheme_of
+from spill.table import finished, who
+
+COMMIT_SECONDS = 60.0
+LONG_UNIT_SECONDS = 5.0
+COST_SHARE = 0.05
+
+
+class Reporter(Protocol):
+    """Where a build tells the user what happens."""
+
+    def say(self, line: str) -> None: ...
+
+    def warn(self, line: str) -> None: ...
+
+    def begin(self, stage: str, unit: str, position: int, total: int) -> None: ...
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@frozen(kw_only=True)
+class Request:
+    """What the command line asks for. `target` is a folder or a state's URI; `flags` are settings by name."""
+
+    target: str
+    state: str | None = None
+    flags: Mapping[str, Any] = field(factory=dict)
+    weights: str = ""
+    stop_after: str | None = None
+    commit_every: float | None = None
+    accept_drift: bool = False
+    resume: bool = False
+
+
+@frozen(kw_only=True)
+class Place:
+    """Where a build lives: its folder on this machine, if there is one, and its state."""
+
+    directory: Path | None
+    uri: str
+
+    @property
+    def again(self) -> str:
+        """The argument(s) that name this place in a command."""
+        if self.directory is None:
+            return shlex.quote(self.uri)
+        folder = shlex.quote(str(self.directory))
+        usual = str(self.directory / ".spill" / "state")
+        return folder if self.uri == usual else f"{folder} --state {shlex.quote(self.uri)}"
+
+
+@frozen(kw_only=True)
+class Opened:
+    """A build's state and inputs, read and compared, before anything is written or loaded."""
+
+    place: Place
+    store: Store
+    head: Head | None
+    folder: Folder
+    settings: Settings
+
+
+def locate(target: str, state: str | None) -> Place:
+    """A folder with its state, or a state alone.
+
+    Raises:
+        InputError: a state's URI and --state together, or there is nothing of this name.
+    """
+    if scheme_of(target) != "file":
+        if state:
+            raise InputError(f"{target} is a state already; leave --state out")
+        return Place(directory=None, uri=target)
+    path = local_path(target)
+    assert path is not None
+    if (path / "log").is_dir() and not any((path / name).exists() for name in DATA_FILES):
+        if state:
+            raise InputError(f"{target} is a state already; leave --state out")
+        return Place(directory=None, uri=str(path))
+    if not path.is_dir():
+        raise InputError(f"there is no folder or state {target}; `spill example relay` writes a folder to begin with")
+    return Place(directory=path, uri=state or str(path / ".spill" / "state"))
+
+
+def find(target: str, state: str | None, registry: Registry) -> tuple[Place, Store, Head]:
+    """A state that must exist, for commands that only read.
+
+    Raises:
+        StateError: there is none.
+    """
+    place = locate(target, state)
+    store = open_store(place.uri, registry)
+    head = newest(store)
+    if head is None:
+        raise StateError(f"there is no state at {place.uri}; `spill build FOLDER` begins one")
+    return place, store, head
+
+
+def open_build(request: Request, registry: Registry) -> Opened:
+    """Read the state and the folder, and compare what can be compared without a model."""
+    place = locate(request.target, request.state)
+    store = open_store(place.uri, registry)
+    head = newest(store)
+    if head is None and (request.resume or place.directory is None):
+        raise StateError(f"there is no state at {place.uri} to resume; `spill build FOLDER --state URI` begins one")
+    folder = load(place.directory) if place.directory else stored_folder(store, head.commit if head else None)
+    if head is None:
+        return Opened(place=place, store=store, head=None, folder=folder, settings=folder.settings(request.flags))
+    plan = head.commit.plan
+    missing_stage_plugin(plan, registry)
+    if place.directory is None:
+        settings = make_settings({**plan_settings(plan), **request.flags})
+    else:
+        settings = folder.settings({**plan.flags, **request.flags})
+    asked = {key: getattr(settings, key) for key in plan_settings(plan) if key != "student"}
+    now = evolve(
+        plan,
+        files=folder.hashes(),
+        **{key: value for key, value in asked.items() if value is not None},
+    )
+    refuse_differences(place.uri, differences(plan, now, without=_changeable(request)))
+    return Opened(place=place, store=store, head=head, folder=folder, settings=settings)
+
+
+def plan_settings(plan: Plan) -> dict[str, Any]:
+    """The settings that a plan pins, by their names."""
+    names = ("student", "dtype", "seed", "epochs", "batch", "learning_rate", "rank", "alpha", "max_length", "stages")
+    return {name: getattr(plan, name) for name in names}
+
+
+def _changeable(request: Request) -> tuple[str, ...]:
+    """A dtype that is asked for by flag may change on resume: it is recorded as a hop."""
+    return ("dtype",) if request.flags.get("dtype") else ()
+
+
+def stored_folder(store: Store, commit: Commit | None) -> Folder:
+    """The folder's data files as the state keeps them.
+
+    Raises:
+        StateError: the state holds none, or holds other files than its plan names.
+    """
+    if commit is None or not commit.folder:
+        raise StateError(f"{store.uri} does not hold the folder's files yet; run `spill build FOLDER` with the folder")
+    try:
+        files = from_json(read_object(store, commit, commit.folder))
+        if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+            raise Malformed("not a mapping of names to texts")
+        contents = {name: text.encode() for name, text in files.items()}
+    except (Malformed, UnicodeEncodeError) as fault:
+        raise StateError(f"{store.uri}: the folder's files cannot be read: {fault}") from None
+    folder = parse(contents, f"the folder kept in {store.uri}")
+    if set(contents) - set(DATA_FILES) or folder.hashes() != dict(commit.plan.files):
+        raise StateError(f"{store.uri}: the folder's files in the state are not those of its plan")
+    return folder
+
+
+class Build:
+    """One run: everything between reading the state and the last commit."""
+
+    def __init__(self, request: Request, registry: Registry, stop: StopRequest, report: Reporter) -> None:
+        self._request = request
+        self._registry = registry
+        self._stop = stop
+        self._report = report
+        self._engine: Engine | None = None
+        self._notes: list[str] = []
+        self._probe: Probe | None = None
+
+    def run(self) -> Commit:
+        """Build until done or stopped. Returns the last commit.
+
+        Raises:
+            Stopped: a signal came; what was done is saved.
+            SpillError: anything that stands in the way; the last commit stands.
+        """
+        opened = open_build(self._request, self._registry)
+        self._opened = opened
+        for line in (*opened.folder.warnings, *(opened.head.notes if opened.head else ())):
+            self._report.warn(line)
+        if opened.head and finished(opened.head.commit):
+            self._check_model_at_hand(opened.head.commit)
+            return opened.head.commit
+        self._prepare(opened)
+        stop_stage, stop_position = parse_stop_after(self._request.stop_after, self._plan.stages)
+        self._introduce(opened)
+        self._stop.tick()
+        self._claim_state(opened)
+        try:
+            for stage in self._plan.stages:
+                limit = stop_position if stage == stop_stage else None
+                self._run_stage(stage, limit)
+                if stage == stop_stage:
+                    break
+        finally:
+            if self._engine:
+                self._engine.close()
+        return self._claim.commit
+
+    def _check_model_at_hand(self, commit: Commit) -> None:
+        """A finished build is not reused for another model, where this machine can tell without fetching one."""
+        student = self._opened.settings.student
+        if student == "local" or not (model := self._resolve(student, offline=True)):
+            return
+        if model.identity != commit.plan.model:
+            refuse_differences(self._opened.place.uri, [_model_line(commit.plan, model)])
+
+    def _resolve(self, student: str, offline: bool = False) -> models.Model | None:
+        return models.resolve(
+            student, weights=self._request.weights, tick=self._stop.tick, say=self._report.say, offline=offline
+        )
+
+    def _prepare(self, opened: Opened) -> None:
+        """Model, tokens, engine and plan: all that must be right before the state is claimed."""
+        settings = opened.settings
+        if opened.place.directory is None and settings.student == "local":
+            raise InputError("this build's student was a directory of another machine: give --student PATH")
+        self._spec, self._why, default_dtype = self._choose_engine(settings)
+        if opened.head and opened.place.directory is None:
+            self._report.say(f"the state names its student: {printable(settings.student)}")
+        model = self._resolve(settings.student)
+        assert model is not None
+        before = opened.head.commit.plan if opened.head else None
+        if before and model.identity != before.model:
+            refuse_differences(opened.place.uri, [_model_line(before, model)])
+        self._student: Student = prepare(model, models.stop_ids(model), opened.folder, settings)
+        dtype: Any = settings.dtype or (before.dtype if before else default_dtype)
+        flags = before.flags if before else settings_flags(self._request.flags)
+        known_as = before.student if before else model.student
+        plan = make_plan(opened.folder, settings, self._student, dtype, self._registry, flags, known_as)
+        if before:
+            refuse_differences(opened.place.uri, differences(before, plan, without=_changeable(self._request)))
+            if plan.dtype != before.dtype:
+                self._notes.append(f"dtype {before.dtype} -> {plan.dtype}")
+        self._plan = plan
+
+    def _choose_engine(self, settings: Settings) -> tuple[EngineSpec, str, Literal["float32", "bfloat16"]]:
+        if settings.engine:
+            spec = self._registry.engine(settings.engine)
+            return spec, "asked for", detect(spec).dtype
+        spec, seen = self._registry.choose_engine()
+        return spec, seen.reason, seen.dtype
+
+    def _introduce(self, opened: Opened) -> None:
+        plan, head = self._plan, opened.head
+        left = [s for s in plan.stages if not (head and s in head.commit.stages and head.commit.stages[s].finished)]
+        steps = -(-len(self._student.rows) // plan.batch) * plan.epochs
+        tokens = sum(len(r.tokens) for r in self._student.rows) * plan.epochs
+        self._report.say(
+            f"{self._student.model.student} ({self._student.model.parameters / 1e6:.0f}M) on {self._spec.name} "
+            f"({self._why}), {plan.dtype}: {', '.join(left)}; {len(opened.folder.exam)} exam rows, {steps} steps of "
+            f"{plan.batch} rows, {tokens:,} training tokens, peak learning rate {plan.learning_rate:g}"
+        )
+        if head:
+            last = next((r for r in head.commit.runs if r.nonce == head.commit.run), None)
+            done = {s: r for s, r in head.commit.stages.items()}
+            at = [f"{s} {r.position}/{r.total}" for s, r in done.items() if not r.finished]
+            self._report.say(
+                f"resuming from commit {head.commit.number} of {who(last) if last else 'an unknown run'}"
+                f"{' at ' + ', '.join(at) if at else ''}: everything committed counts, nothing before it repeats"
+            )
+
+    def _claim_state(self, opened: Opened) -> None:
+        self._run_row = Run(
+            nonce=environment.nonce(),
+            claim=0,
+            started=environment.utc_now(),
+            engine=self._spec.name,
+            machine=environment.machine_name(),
+            system=environment.operating_system(),
+            notes=tuple(self._notes),
+        )
+        state = environment.nonce() + environment.nonce()
+        with self._stop.saving():
+            self._claim = Claim.begin(opened.store, opened.head, self._plan, self._run_row, state)
+            self._run_row = evolve(self._run_row, claim=self._claim.commit.number)
+            if not self._claim.commit.folder:
+                files = {name: opened.folder.contents[name].decode() for name in opened.folder.hashes()}
+                self._claim.write(run=self._run_row, folder=[to_json(files)])
+        self._before = opened.head.commit if opened.head else None
+
+    # ---- stages
+
+    def _run_stage(self, name: str, limit: int | None) -> None:
+        record = self._claim.commit.stages.get(name)
+        if record and record.finished:
+            return
+        stage: Stage = load_target(self._registry.get("stage", name).spec)(self._work(name))
+        end = stage.total if limit is None else min(limit, stage.total)
+        if stage.position >= end and record:
+            self._report.say(f"{name} is at {stage.unit} {stage.position} of {stage.total} already")
+            return
+        start = stage.position
+        committer = _Committer(self, name, stage, start)
+        self._report.begin(name, stage.unit, start, stage.total)
+        try:
+            for progress in stage.advance(end):
+                self._report.progress(progress)
+                committer.after_unit()
+                if progress.position < end:
+                    self._stop.tick()
+        except Stopped as stopped:
+            self._report.end()
+            raise self._save_and_stop(stopped, name, stage, committer) from None
+        self._report.end()
+        committer.commit(final=True)
+
+    def _save_and_stop(self, stopped: Stopped, name: str, stage: Stage, committer: "_Committer") -> Stopped:
+        place = f"{name} {stage.unit} {stage.position} of {stage.total}"
+        if committer.unsaved:
+            self._report.say(f"{stopped.message}: saving {place}; a kill now loses {committer.unsaved} {stage.unit}s")
+            committer.commit()
+        return Stopped(f"{stopped.message} at {place}; saved: commit {self._claim.commit.number}", stopped.exit_code)
+
+    def _work(self, name: str) -> Work:
+        commit = self._claim.commit
+        return Work(
+            name=name,
+            plan=self._plan,
+            folder=self._opened.folder,
+            text=self._student.text,
+            rows=self._student.rows,
+            adapter=self._student.adapter,
+            engine=self._open_engine,
+            saved=self._saved(commit, name),
+            others={other: s for other in commit.stages if other != name and (s := self._saved(commit, other))},
+            taken_over=lambda: self._taken_over(name),
+            accept_drift=self._request.accept_drift,
+            note=self._note,
+            say=self._report.say,
+        )
+
+    def _saved(self, commit: Commit, name: str) -> Saved | None:
+        record = commit.stages.get(name)
+        if record is None:
+            return None
+        return saved_stage(self._opened.store, commit, record)
+
+    # ---- the engine
+
+    def _open_engine(self) -> Engine:
+        """The engine of this run, opened once; its base model is checked against the one before where it is another."""
+        if self._engine is None:
+            runs = self._before.runs if self._before else ()
+            earlier = [r for r in runs if r.engine == self._spec.name and r.numerics]
+            asked = Numerics(dtype=self._plan.dtype)
+            if earlier and earlier[-1].numerics and earlier[-1].numerics.dtype == self._plan.dtype:
+                asked = earlier[-1].numerics
+            self._engine = open_engine(
+                self._spec, self._student.model.directory, self._student.adapter, asked, self._stop.tick
+            )
+            facts = self._engine.facts()
+            for note in facts.notes:
+                self._report.say(f"{self._spec.name}: {note}")
+            self._run_row = evolve(
+                self._run_row, hardware=facts.hardware, numerics=facts.numerics, versions=dict(facts.versions)
+            )
+            self._check_base(self._engine)
+        return self._engine
+
+    def _check_base(self, engine: Engine) -> None:
+        probe = self._claim.commit.probe
+        rows = tuple(probe_rows(self._student.rows))
+        of_rows = [self._student.rows[i] for i in rows]
+        if probe is None:
+            losses = rounded_losses(engine.nll(of_rows, adapter=False))
+            self._probe = Probe(rows=rows, losses=tuple(tuple(x) for x in losses))
+            return
+        if not fits(probe.losses, of_rows) or probe.rows != rows:
+            raise StateError("the state's probe of the base model does not fit the folder's training rows")
+        runs = self._before.runs if self._before else ()
+        if any(r.engine == self._spec.name and r.hardware == self._run_row.hardware for r in runs):
+            return
+        before = next((who(r) for r in runs if r.hardware), "an earlier run")
+        check_drift(
+            "the base model",
+            before,
+            probe.losses,
+            engine.nll(of_rows, adapter=False),
+            accept=self._request.accept_drift,
+            note=self._note,
+            say=self._report.say,
+        )
+
+    def _taken_over(self, name: str) -> str:
+        self._open_engine()
+        workers = [r for r in (self._before.runs if self._before else ()) if name in r.work]
+        if not workers:
+            return ""
+        last = workers[-1]
+        same = last.engine == self._spec.name and last.hardware == self._run_row.hardware
+        return "" if same else who(last)
+
+    def _note(self, text: str) -> None:
+        self._run_row = evolve(self._run_row, notes=(*self._run_row.notes, text))
+
+    def commit_stage(self, name: str, stage: Stage, start: int) -> None:
+        """Take a snapshot of a stage and commit it, with this run's share of the work."""
+        with self._stop.saving():
+            snapshot = stage.snapshot()
+            before = self._claim.commit.stages.get(name)
+            kept = {role: before.objects[role] for role in snapshot.kept} if before else {}
+            record = StageRecord(
+                position=stage.position,
+                total=stage.total,
+                finished=stage.position == stage.total,
+                objects=kept,
+                summary=dict(snapshot.summary),
+            )
+            self._run_row = evolve(self._run_row, work={**self._run_row.work, name: (start, stage.position)})
+            self._claim.write(
+                run=self._run_row,
+                stages={name: record},
+                new={(name, role): parts for role, parts in snapshot.objects.items()},
+                probe=self._probe,
+            )
+
+    @property
+    def place(self) -> Place:
+        return self._opened.place
+
+    @property
+    def commit_every(self) -> float | None:
+        return self._request.commit_every
+
+    def timed(self, unit_seconds: float) -> None:
+        self._stop.unit_seconds = max(self._stop.unit_seconds, unit_seconds)
+
+
+class _Committer:
+    """When to commit: every 60 s, or after every unit that took over 5 s, but never at more than 5 % of the time."""
+
+    def __init__(self, build: Build, name: str, stage: Stage, start: int) -> None:
+        self._build = build
+        self._name = name
+        self._stage = stage
+        self._start = start
+        self._committed = start
+        self._last_commit = self._last_unit = environment.seconds()
+        self._cost = 0.0
+
+    @property
+    def unsaved(self) -> int:
+        return self._stage.position - self._committed
+
+    def after_unit(self) -> None:
+        now = environment.seconds()
+        unit, since = now - self._last_unit, now - self._last_commit
+        self._last_unit = now
+        self._build.timed(unit)
+        every = self._build.commit_every
+        if every is not None:
+            due = since >= every
+        else:
+            due = since >= self._cost / COST_SHARE and (since >= COMMIT_SECONDS or unit > LONG_UNIT_SECONDS)
+        if due and self._stage.position < self._stage.total:
+            self.commit()
+
+    def commit(self, final: bool = False) -> None:
+        if not self.unsaved and not final:
+            return
+        begun = environment.seconds()
+        self._build.commit_stage(self._name, self._stage, self._start)
+        self._committed = self._stage.position
+        self._last_commit = self._last_unit = environment.seconds()
+        self._cost = self._last_commit - begun
+
+
+def open_engine(
+    spec: EngineSpec, model_dir: Path, adapter: AdapterSpec, numerics: Numerics, tick: Callable[[], None]
+) -> Engine:
+    """Open the chosen engine; that it fails is an error, never a reason to take another.
+
+    Raises:
+        PluginError: it cannot be imported or opened.
+    """
+    target = load_target(spec)
+    try:
+        engine: Engine = target(model_dir=model_dir, adapter=adapter, numerics=numerics, tick=tick)
+    except SpillError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise PluginError(
+            f"engine {spec.name!r} failed to open {model_dir.name}: {type(error).__name__}: {text:.300}"
+        ) from error
+    return engine
+
+
+def saved_stage(store: Store, commit: Commit, record: StageRecord) -> Saved:
+    """What a commit holds of a stage, with its objects read on demand."""
+    return Saved(
+        position=record.position,
+        total=record.total,
+        finished=record.finished,
+        summary=record.summary,
+        roles=tuple(record.objects),
+        read=lambda role: read_object(store, commit, _object(record, role)),
+    )
+
+
+def _object(record: StageRecord, role: str) -> str:
+    if role not in record.objects:
+        raise StateError(f"the state lacks the object {role!r}")
+    return record.objects[role]
+
+
+def parse_stop_after(text: str | None, stages: tuple[str, ...]) -> tuple[str | None, int | None]:
+    """`tune` is (tune, None): to its end; `tune:20` is (tune, 20).
+
+    Raises:
+        InputError: no such stage, or no such place in it.
+    """
+    if text is None:
+        return None, None
+    if text in stages:
+        return text, None
+    stage, _, number = text.rpartition(":")
+    if stage not in stages or not number.isascii() or not number.isdigit() or int(number) < 1:
+        raise InputError(
+            f"--stop-after {text!r} names no stage of this build; give one of {', '.join(stages)}, "
+            f"or a place in one, such as {stages[-1]}:1"
+        )
+    return stage, int(number)
+
+
+def _model_line(plan: Plan, model: models.Model) -> str:
+    return (
+        f"model was {printable(plan.student)} with {printable(plan.model)[:24]}, "
+        f"is {model.student} with {model.identity[:24]}"
+    )

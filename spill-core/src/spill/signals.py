@@ -1,0 +1,74 @@
+"""Stop requests: handlers that only set a flag, a `tick` that raises, and a watchdog that bounds the wait. Light."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from spill.errors import Stopped
+
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+GRACE_SECONDS = 15.0
+SAVING_SECONDS = 300.0
+
+
+class StopRequest:
+    """Whether somebody asked this process to stop. Installed first thing; asked at every tick."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.unit_seconds = 0.0  # the longest unit so far: what a stop may have to wait for
+        self._held = 0
+
+    def install(self) -> None:
+        for number in EXIT_CODES:
+            signal.signal(number, self._handle)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.asked] if self.asked else 0
+
+    def tick(self) -> None:
+        """Raises Stopped once a stop was asked for, except while something is being saved."""
+        if self.asked and not self._held:
+            raise Stopped(f"stopped by {self.asked.name}", self.exit_code)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it `tick` does not raise, so that a commit is finished once it is begun."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            if number == signal.SIGINT:
+                _leave("stopped at once; the last commit stands", EXIT_CODES[signal.SIGINT])
+            return
+        self.asked = signal.Signals(number)
+        self._watch(max(GRACE_SECONDS, self.unit_seconds * 2))
+
+    def _watch(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._expire)
+        timer.daemon = True
+        timer.start()
+
+    def _expire(self) -> None:
+        if self._held:
+            # A slow store is still taking the commit: cutting it short would lose what it is there to keep.
+            timer = threading.Timer(SAVING_SECONDS, _leave, ("the store took too long", self.exit_code))
+            timer.daemon = True
+            timer.start()
+            return
+        _leave("no place to stop was reached in time; the last commit stands", self.exit_code)
+
+
+def _leave(text: str, code: int) -> None:
+    sys.stderr.write(f"\nspill: {text}\n")
+    sys.stderr.flush()
+    os._exit(code)

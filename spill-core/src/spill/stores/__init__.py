@@ -1,0 +1,103 @@
+"""The store contract, its exceptions, and opening a store by URI. What lies behind a name is bytes, whole or absent.
+
+A name is a relative POSIX path such as `log/7.json`. `spill.testing.StoreContract` holds a store to what follows.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from attrs import frozen
+
+from spill.errors import InputError, StoreError
+from spill.plugins import Registry, discover, load_target
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Absent(Exception):
+    """There is no object of this name."""
+
+
+class Exists(Exception):
+    """An exclusive create found an object of this name. It may be one's own, after a lost reply: read it back."""
+
+
+class Unreadable(Exception):
+    """What lies there cannot be an object of ours: larger than the limit, or not a regular file."""
+
+
+class Unanswered(StoreError):
+    """The store did not say whether it did what was asked. Nothing may be deleted on this; reading back decides."""
+
+
+@frozen(kw_only=True)
+class Entry:
+    """One listed object. `modified` is in seconds on the store's own clock, comparable only within one store."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Store(Protocol):
+    """Obligations of a store. Any fault that is not one of the exceptions named here is a `StoreError`."""
+
+    uri: str
+
+    def create(self, name: str, data: bytes) -> None:
+        """Durably store a small, never empty object, only if the name is free: of racing creates exactly one wins.
+
+        Raises:
+            Exists: the name is taken.
+            Unanswered: it is not known whether the object was stored.
+        """
+        ...
+
+    def write(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Durably store the concatenation of the parts, whole or not at all; replaces what was there."""
+        ...
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The whole object, as the last finished write left it (never from a cache).
+
+        Raises:
+            Absent: no such object.
+            Unreadable: more than `limit` bytes, or no regular object.
+        """
+        ...
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Every object whose name starts with `prefix` (which ends in `/` or is empty), never from a cache."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove the object; that it is not there is no fault."""
+        ...
+
+
+def scheme_of(uri: str) -> str:
+    """`s3` of `s3://bucket/key`, `file` of a plain path."""
+    return urlsplit(uri).scheme if "://" in uri else "file"
+
+
+def local_path(uri: str) -> Path | None:
+    """The folder that a plain path or a file:// URI names; None for every other scheme."""
+    if scheme_of(uri) != "file":
+        return None
+    return Path(uri.removeprefix("file://")).expanduser()
+
+
+def open_store(uri: str, registry: Registry | None = None) -> Store:
+    """Open the store that the URI's scheme names.
+
+    Raises:
+        InputError: an empty URI.
+        PluginError: no plugin brings this scheme.
+    """
+    if not uri.strip():
+        raise InputError("a state's URI is empty; give a path, s3://, gs:// or az://")
+    found = (registry or discover()).get("store", scheme_of(uri))
+    store: Store = load_target(found.spec)(uri)
+    return store

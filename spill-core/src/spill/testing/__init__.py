@@ -1,0 +1,21 @@
+"""What plugins are tested with: contract suites to inherit, tiny models, and an engine in numpy.
+
+The suites need pytest (`pip install spill-core[testing]`) and are imported only when they are asked for, so that the
+light plugin modules in this package stay light.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spill.testing.engine_contract import EngineContract
+
+__all__ = ["EngineContract"]
+
+_SUITES = {"EngineContract": "spill.testing.engine_contract"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SUITES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_SUITES[name]), name)

@@ -1,6 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -31,11 +31,11 @@ class Session:
         self.debug = False
 
 
-def run(stop: "StopRequest") -> int:
-    """Run the command line; the exit code. Errors are one line, or a traceback with --debug."""
+def run(stop: "StopRequest", arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (the process's own where `arguments` is None); the exit code. Errors are one line, or a traceback with --debug."""
     session = Session(stop)
     try:
-        result = main.main(standalone_mode=False, obj=session)
+        result = main.main(args=arguments, standalone_mode=False, obj=session)
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.UsageError as error:

@@ -236,7 +236,7 @@ class Build:
         if opened.place.directory is None and settings.student == "local":
             raise InputError("this build's student was a directory of another machine: give --student PATH")
         self._spec, self._why, default_dtype = self._choose_engine(settings)
-        if opened.head and opened.place.directory is None:
+        if opened.place.directory is None and "student" not in self._request.flags:
             self._report.say(f"the state names its student: {printable(settings.student)}")
         model = self._resolve(settings.student)
         assert model is not None
@@ -277,7 +277,7 @@ class Build:
             at = [f"{s} {r.position}/{r.total}" for s, r in done.items() if not r.finished]
             self._report.say(
                 f"resuming from commit {head.commit.number} of {who(last) if last else 'an unknown run'}"
-                f"{' at ' + ', '.join(at) if at else ''}: everything committed counts, nothing before it repeats"
+                f"{' at ' + ', '.join(at) if at else ''}; only what came after that commit, if anything, is done again"
             )
 
     def _claim_state(self, opened: Opened) -> None:

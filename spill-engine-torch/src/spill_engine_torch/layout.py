@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import torch
 from attrs import frozen
 from numpy.typing import NDArray
-from torch import Tensor
 
+import torch
 from spill.engine import Int32, Row
+from torch import Tensor
 
 
 @frozen(kw_only=True, eq=False)
@@ -33,10 +33,10 @@ class Laid:
 
 @frozen(kw_only=True)
 class Layout:
-    """A way to lay rows out: `size(rows)` is the number of tokens that `lay(rows, device)` makes of them."""
+    """A way to lay rows out. `size(lengths)` is the most tokens that `lay(rows, device)` makes of rows that long."""
 
     name: str
-    size: Callable[[Sequence[Row]], int]
+    size: Callable[[Sequence[int]], int]
     lay: Callable[[Sequence[Row], torch.device], Laid]
 
 
@@ -44,13 +44,16 @@ def micro_batches(layout: Layout, batch: Sequence[Row], bound: int) -> Iterator[
     """Rows in order, as many at a time as `bound` tokens hold; a longer row is alone. Rows without an answer are
     left out."""
     rows: list[Row] = []
+    lengths: list[int] = []
     for row in batch:
         if not row.mask.any():
             continue
-        if rows and layout.size([*rows, row]) > bound:
+        length = len(_inputs(row))
+        if rows and layout.size([*lengths, length]) > bound:
             yield rows
-            rows = []
+            rows, lengths = [], []
         rows.append(row)
+        lengths.append(length)
     if rows:
         yield rows
 
@@ -87,11 +90,6 @@ def _shared(rows: Sequence[Row]) -> int:
     return common_prefix([_inputs(row) for row in rows], first_prediction)
 
 
-def _packed_size(rows: Sequence[Row]) -> int:
-    shared = _shared(rows)
-    return shared + sum(len(_inputs(row)) - shared for row in rows)
-
-
 def _lay_packed(rows: Sequence[Row], device: torch.device) -> Laid:
     if len(rows) == 1:
         return _lay_padded(rows, device)
@@ -116,10 +114,6 @@ def _lay_packed(rows: Sequence[Row], device: torch.device) -> Laid:
     )
 
 
-def _padded_size(rows: Sequence[Row]) -> int:
-    return len(rows) * max(len(_inputs(row)) for row in rows)
-
-
 def _lay_padded(rows: Sequence[Row], device: torch.device) -> Laid:
     inputs = [_inputs(row) for row in rows]
     width = max(len(tokens) for tokens in inputs)
@@ -139,6 +133,6 @@ def _lay_padded(rows: Sequence[Row], device: torch.device) -> Laid:
     )
 
 
-PADDED = Layout(name="padded", size=_padded_size, lay=_lay_padded)
-PACKED = Layout(name="packed", size=_packed_size, lay=_lay_packed)
+PADDED = Layout(name="padded", size=lambda lengths: len(lengths) * max(lengths), lay=_lay_padded)
+PACKED = Layout(name="packed", size=sum, lay=_lay_packed)
 LAYOUTS = {layout.name: layout for layout in (PACKED, PADDED)}

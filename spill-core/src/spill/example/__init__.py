@@ -26,10 +26,10 @@ def write_example(directory: Path, *, student: str = STUDENT) -> list[Path]:
         if directory.exists() and not directory.is_dir():
             raise InputError(f"the example cannot go to {directory}: that is a file; name a new directory")
         directory.mkdir(parents=True, exist_ok=True)
-        found = sum(1 for _ in directory.iterdir())
+        found = next(directory.iterdir(), None)
         if found:
             raise InputError(
-                f"the example goes into an empty directory, and {directory} has {found} entries; name a new one"
+                f"the example needs an empty directory, and {directory} holds {found.name!r}; name a new one"
             )
         return [_write(directory / name, student) for name in FILES]
     except OSError as error:

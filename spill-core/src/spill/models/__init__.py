@@ -1,7 +1,7 @@
 """Models: found by tag, hub name, packaged GGUF or directory, identified by content, read without torch."""
 
 from spill.models.directory import Model, adapter_targets
-from spill.models.resolving import TAGS, default_learning_rate, resolve
-from spill.models.text import Text, stop_ids
+from spill.models.resolving import TAGS, default_learning_rate, names_directory, resolve
+from spill.models.text import stop_ids
 
-__all__ = ["TAGS", "Model", "Text", "adapter_targets", "default_learning_rate", "resolve", "stop_ids"]
+__all__ = ["TAGS", "Model", "adapter_targets", "default_learning_rate", "names_directory", "resolve", "stop_ids"]

@@ -109,18 +109,23 @@ def _staged(student: str, weights: str, tick: Tick, say: Callable[[str], None], 
     return None if directory is None else read_directory(directory, student=student, tick=tick)
 
 
+def names_directory(student: str) -> bool:
+    """Whether `resolve` would take this for a directory of this machine. A name that comes out of a state must not be
+    one: a model's path is the user's to give."""
+    if student in TAGS or student == converting.TAG or student.startswith("hf:"):
+        return False
+    return any(separator in student for separator in ("/", os.sep)) or Path(student).expanduser().exists()
+
+
 def _directory(student: str, weights: str, tick: Tick, offline: bool) -> Model | None:
-    directory = Path(student).expanduser()
-    is_path = any(separator in student for separator in ("/", os.sep)) or directory.exists()
-    if student == LOCAL and not is_path:
-        raise ModelError(
-            "the student was a directory of another machine; give one of equal content with --student PATH"
-        )
-    if not is_path:
+    if not names_directory(student):
+        if student == LOCAL:
+            raise ModelError("the student was a directory elsewhere; give one of equal content with --student PATH")
         tags = ", ".join([*TAGS, converting.TAG])
         raise ModelError(f"unknown student {printable(student)!r}: take {tags}, hf:org/name@revision or a directory")
     if weights:
         raise ModelError(f"the student is the directory {printable(student)}: leave out --weights, or name a tag")
+    directory = Path(os.path.abspath(Path(student).expanduser()))
     if offline and not directory.exists():
         return None
-    return read_directory(Path(os.path.abspath(directory)), student=LOCAL, tick=tick)
+    return read_directory(directory, student=LOCAL, tick=tick)

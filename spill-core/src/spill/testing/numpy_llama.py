@@ -170,7 +170,8 @@ class Llama:
         gate, up, opened = tape[f"{name}.gate"], tape[f"{name}.up"], tape[f"{name}.opened"]
         by_product = self._linear_back(f"{name}.down_proj", by_y, adapter, tape, gradient)
         by_up: Float32 = by_product * gate * opened
-        by_gate: Float32 = by_product * up * opened * (1.0 + gate * (1.0 - opened))
+        slope: Float32 = opened + gate * opened * (1.0 - opened)
+        by_gate: Float32 = by_product * up * slope
         return self._linear_back(f"{name}.gate_proj", by_gate, adapter, tape, gradient) + self._linear_back(
             f"{name}.up_proj", by_up, adapter, tape, gradient
         )

@@ -1,0 +1,47 @@
+"""What every part of the engine suite shares: the knobs that a subclass may turn, and the fixtures."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from spill.engine import OpenEngine
+from spill.testing.engine_cases import Bench
+from spill.testing.models import tiny_model
+
+
+class EngineBase:
+    """Defaults fit an engine that computes in float32. All tolerances are upper bounds; tighten them where you can.
+
+    Attributes:
+        dtype: the compute dtype that engines are opened with.
+        nll_tolerance: nats on a token's loss as `nll` answers it, against float64. It is float32 whatever `dtype` is.
+        step_tolerance: relative, on the `loss_sum` of a step.
+        gradient_tolerance: relative L2 distance of any adapter array's gradient.
+        generation_margin: prompts are chosen such that every greedy token wins by this many logits.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    nll_tolerance: float = 1e-4
+    step_tolerance: float = 2e-5
+    gradient_tolerance: float = 5e-4
+    generation_margin: float = 0.02
+
+    @pytest.fixture
+    def open_engine(self) -> OpenEngine:
+        """The callable that the plugin's `EngineSpec.target` names."""
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a fixture `open_engine` that returns the engine's callable"
+        )
+
+    def global_probe(self) -> object:
+        """Settings of the engine's library that belong to the process, as something comparable: default dtype, gradient
+        mode, determinism flags, state of random generators. The suite compares it around an engine's whole life."""
+        return None
+
+    @pytest.fixture
+    def bench(self, open_engine: OpenEngine, tmp_path: Path) -> Iterator[Bench]:
+        bench = Bench.at(open_engine, tiny_model(tmp_path / "model"), self.dtype)
+        yield bench
+        bench.close()

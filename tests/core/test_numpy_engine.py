@@ -1,6 +1,5 @@
 """The numpy engine keeps the engine contract, in both kinds of head; and what it promises beyond it."""
 
-
 import pytest
 
 from spill.engine import OpenEngine

@@ -276,13 +276,13 @@ def discover() -> Registry:
 def _entry_points() -> Iterator[tuple[metadata.EntryPoint, metadata.Distribution]]:
     seen: set[str] = set()
     for distribution in metadata.distributions():
-        name = distribution.name
-        if name in seen:  # the first on the path is the one that imports; later copies are shadowed
+        # The entry points first: reading every installed package's name costs tenths of a second.
+        entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        if not entries or distribution.name in seen:  # a later copy on the path is shadowed by the first
             continue
-        seen.add(name)
-        for entry in distribution.entry_points:
-            if entry.group == GROUP:
-                yield entry, distribution
+        seen.add(distribution.name)
+        for entry in entries:
+            yield entry, distribution
 
 
 def _load(manager: pluggy.PluginManager, entry: metadata.EntryPoint, distribution: metadata.Distribution) -> Plugin:

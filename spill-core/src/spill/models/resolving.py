@@ -114,7 +114,8 @@ def names_directory(student: str) -> bool:
     one: a model's path is the user's to give."""
     if student in TAGS or student == converting.TAG or student.startswith("hf:"):
         return False
-    return any(separator in student for separator in ("/", os.sep)) or Path(student).expanduser().exists()
+    separated = any(separator in student for separator in ("/", os.sep))
+    return separated or os.path.exists(os.path.expanduser(student))
 
 
 def _directory(student: str, weights: str, tick: Tick, offline: bool) -> Model | None:
@@ -125,7 +126,7 @@ def _directory(student: str, weights: str, tick: Tick, offline: bool) -> Model |
         raise ModelError(f"unknown student {printable(student)!r}: take {tags}, hf:org/name@revision or a directory")
     if weights:
         raise ModelError(f"the student is the directory {printable(student)}: leave out --weights, or name a tag")
-    directory = Path(os.path.abspath(Path(student).expanduser()))
+    directory = Path(os.path.abspath(os.path.expanduser(student)))
     if offline and not directory.exists():
         return None
     return read_directory(directory, student=LOCAL, tick=tick)

@@ -1,6 +1,6 @@
 """What the engine suite works with: rows, adapters, engines opened and closed, interruptions, and comparisons."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from spill.engine import (
     AdapterSpec,
     Arrays,
+    Completion,
     Engine,
     Float32,
     Int32,
@@ -221,6 +222,13 @@ def interrupted(ticker: Ticker, raise_at: int, work: Callable[[], object]) -> bo
         return True
     assert ticker.calls < raise_at, f"tick raised at its call {raise_at}, and the engine did not let that through"
     return False
+
+
+def close_early(running: Iterator[Completion]) -> None:
+    """Close what `generate` answered."""
+    close = getattr(running, "close", None)
+    assert callable(close), f"generate answered a {type(running).__name__} without close(): make it a generator"
+    close()
 
 
 def prompts_of(greedy: Sequence[Greedy]) -> list[Int32]:

@@ -1,6 +1,6 @@
 """The engine suite on generation, and on the base model without its adapter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from spill.testing.engine_cases import (
     Bench,
     Ticker,
     adapter,
+    close_early,
     different_bits,
     mixed_rows,
     prompts_of,
@@ -109,11 +110,11 @@ class GenerationContract(EngineBase):
         state, ticker = trained(bench.spec, 4), Ticker()
         cases = bench.greedy(state.adapter, COUNT, self.generation_margin)
         engine = bench.open(state, tick=ticker)
-        prompts = prompts_of(cases) * 8
+        prompts = prompts_of(cases) * 4
         whole = self.completed(engine, prompts)
         running = engine.generate(prompts, COUNT, ())
         next(running)
-        _close(running)
+        close_early(running)
         ticker.rewind()
         assert not list(running), "a closed iterator still gave completions"
         assert ticker.calls == 0, "work went on after the iterator was closed"
@@ -172,9 +173,3 @@ class GenerationContract(EngineBase):
         assert self.completed(engine, prompts) != self.completed(engine, prompts, adapter=False), (
             "a random adapter changes nothing that is generated"
         )
-
-
-def _close(running: Iterator[Completion]) -> None:
-    close = getattr(running, "close", None)
-    assert callable(close), f"generate answered a {type(running).__name__} without close(); make it a generator"
-    close()

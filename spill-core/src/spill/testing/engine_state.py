@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from spill.engine import AdapterSpec, Numerics, Target, TrainingState, Update
+from spill.engine import AdapterSpec, Numerics, StepResult, Target, TrainingState, Update
 from spill.errors import SpillError
 from spill.testing.engine_base import EngineBase
 from spill.testing.engine_cases import (
     PROBE,
     Bench,
-    Interrupted,
     Ticker,
     adapter,
+    close_early,
     different_bits,
     interrupted,
     mixed_rows,
@@ -126,7 +126,7 @@ class StateContract(EngineBase):
             "float16": {name: array.astype(np.float16)},
         }[fault]
         engine = bench.open(before)
-        with pytest.raises(ValueError):  # noqa: PT011 - the words are the engine's own
+        with pytest.raises(ValueError):
             engine.import_state(TrainingState(**{**other.groups(), group: arrays}))
         changed = different_bits(engine.export_state(), before)
         assert not changed, f"a refused import ({group}: {fault}) changed the state: {changed}"
@@ -161,12 +161,13 @@ class StateContract(EngineBase):
         expected = undisturbed.step(rows, UPDATE)
         ticker = Ticker()
         engine = bench.open(before, tick=ticker, numerics=numerics)
+        results: list[StepResult] = []
         for raise_at in range(1, MANY_TICKS):
             if not interrupted(ticker, raise_at, lambda: results.append(engine.step(rows, UPDATE))):
                 break
             fault = different_bits(engine.export_state(), before)
             assert not fault, f"a step interrupted at tick {raise_at} left a changed state: {fault}"
-            results: list[Any] = []
+        ticker.rewind()
         assert results == [expected], f"a step after interrupted ones answered {results}, alone it answers {expected}"
         fault = different_bits(engine.export_state(), undisturbed.export_state())
         assert not fault, f"a step after interrupted ones ended differently: {fault}"
@@ -185,6 +186,7 @@ class StateContract(EngineBase):
         while interrupted(ticker, raised + 1, work):
             raised += 1
             assert raised < MANY_TICKS, f"{method} still calls tick after {raised} calls"
+        ticker.rewind()
         assert raised > 0, f"{method} never called tick"
         fault = different_bits(engine.export_state(), before)
         assert not fault, f"an interrupted {method} changed the training state: {fault}"
@@ -234,7 +236,7 @@ class StateContract(EngineBase):
         list(engine.generate([mixed_rows()[0].tokens], 3, []))
         running = engine.generate([one.tokens for one in mixed_rows()], 3, [])
         next(running)
-        running.close()  # type: ignore[attr-defined]
+        close_early(running)
         engine.import_state(engine.export_state())
         bench.close()
         for name, value in self._surroundings().items():

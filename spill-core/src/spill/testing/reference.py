@@ -46,16 +46,16 @@ class Reference:
             for target in spec.targets:
                 down = adapter[f"{target.name}.lora_A"].astype(np.float64)
                 up = adapter[f"{target.name}.lora_B"].astype(np.float64)
-                weights[target.name] = weights[target.name] + spec.alpha / spec.rank * np.einsum("or,ri->oi", up, down)
+                weights[target.name] = weights[target.name] + spec.alpha / spec.rank * up @ down
         x: Float64 = weights["model.embed_tokens"][tokens]
         for layer in range(self._config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             inside = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
             x = x + self._attend(self._norm(x, inside["input_layernorm"]), inside)
             y = self._norm(x, inside["post_attention_layernorm"])
-            gate = np.einsum("ni,oi->no", y, inside["mlp.gate_proj"])
-            up = np.einsum("ni,oi->no", y, inside["mlp.up_proj"])
-            x = x + np.einsum("ni,oi->no", gate / (1 + np.exp(-gate)) * up, inside["mlp.down_proj"])
+            gate = y @ inside["mlp.gate_proj"].T
+            up = y @ inside["mlp.up_proj"].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ inside["mlp.down_proj"].T
         head = weights.get("lm_head", weights["model.embed_tokens"])
         return self._norm(x, weights["model.norm"]) @ head.T
 
@@ -86,7 +86,7 @@ class Reference:
         size, heads, kv_heads = (self._config[k] for k in ("head_dim", "num_attention_heads", "num_key_value_heads"))
         frequencies = self._config["rope_theta"] ** (-np.arange(size // 2) / (size // 2))
         turns = np.exp(1j * np.outer(np.arange(len(x)), frequencies))
-        q, k, v = (np.einsum("ni,oi->no", x, weights[f"self_attn.{part}_proj"]) for part in "qkv")
+        q, k, v = (x @ weights[f"self_attn.{part}_proj"].T for part in "qkv")
         mixed = []
         for head in range(heads):
             group = head // (heads // kv_heads)
@@ -97,5 +97,5 @@ class Reference:
             scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
             odds = np.exp(scores - scores.max(axis=1, keepdims=True))
             mixed.append(odds / odds.sum(axis=1, keepdims=True) @ v[:, shared])
-        out: Float64 = np.einsum("ni,oi->no", np.concatenate(mixed, axis=1), weights["self_attn.o_proj"])
+        out: Float64 = np.concatenate(mixed, axis=1) @ weights["self_attn.o_proj"].T
         return out

@@ -1,4 +1,4 @@
-"""Models: the table, directories and their identity, targets, the hub, staging from a store, tokenizer and template."""
+"""Models: the table, directories and their identity, remembered hashes, targets, staging from a store."""
 
 import hashlib
 import json
@@ -8,9 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ import pytest
 
 from spill import models
 from spill.arrays import write_parts
-from spill.errors import InputError, ModelError
+from spill.errors import ModelError
 from spill.models import cache, staging
 from spill.models.directory import is_model_file
-from spill.models.text import Text
 from spill.stores import Entry
 from spill.testing.models import VOCABULARY, tiny_model
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
 NEWLINE = "\n"
 
 
@@ -58,11 +54,6 @@ def tick() -> None:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPILL_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return tmp_path / "home"
 
 
@@ -98,7 +89,13 @@ def with_weights(directory: Path, *names: str, shape: tuple[int, ...] = (4, 3)) 
 
 def test_the_table_names_instruction_tuned_repositories() -> None:
     assert sorted(models.TAGS) == sorted(
-        "qwen2.5:0.5b qwen2.5:1.5b qwen2.5:7b smollm2:135m smollm2:360m smollm2:1.7b llama3.2:1b llama3.2:3b".split()
+        f"{family}:{size}"
+        for family, sizes in {
+            "qwen2.5": ("0.5b", "1.5b", "7b"),
+            "smollm2": ("135m", "360m", "1.7b"),
+            "llama3.2": ("1b", "3b"),
+        }.items()
+        for size in sizes
     )
     for name, tag in models.TAGS.items():
         family, size = name.split(":")
@@ -118,7 +115,7 @@ def test_learning_rates_fall_with_size_and_agree_with_the_table() -> None:
     assert models.default_learning_rate("smollm2:135m-q4", 134_515_008) == 3e-3
 
 
-@pytest.mark.parametrize("student", ["llama4:1b", "", "smollm2", "."[:0] + "nothing-here"])
+@pytest.mark.parametrize("student", ["llama4:1b", "", "smollm2", "nothing-here"])
 def test_an_unknown_student_is_answered_with_every_form(student: str) -> None:
     with pytest.raises(ModelError) as caught:
         models.resolve(student, tick=tick, say=never)
@@ -342,9 +339,14 @@ def test_a_tick_that_raises_stops_the_hashing(tiny: Path) -> None:
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     final = tmp_path / "kept" / "final"
-    with pytest.raises(Stop), cache.appearing(final) as fresh:
-        (fresh / "half").write_text("x")
-        raise Stop
+
+    def break_off() -> None:
+        with cache.appearing(final) as fresh:
+            (fresh / "half").write_text("x")
+            raise Stop
+
+    with pytest.raises(Stop):
+        break_off()
     assert list(final.parent.iterdir()) == []
     with cache.appearing(final) as slow:
         (slow / "who").write_text("slow")
@@ -418,13 +420,13 @@ def test_quantized_weights_are_refused(tiny: Path) -> None:
     header = {"model.layers.0.mlp.up_proj.weight": {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}}
     text = json.dumps(header).encode()
     (tiny / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(6))
-    with pytest.raises(ModelError, match="quantized.*U8"):
+    with pytest.raises(ModelError, match=r"quantized.*U8"):
         models.adapter_targets(local(tiny))
 
 
 def test_transposed_weights_are_refused(tiny: Path) -> None:
     edit(tiny / "config.json", model_type="gpt2")
-    with pytest.raises(ModelError, match="gpt2.*transposed"):
+    with pytest.raises(ModelError, match=r"gpt2.*transposed"):
         models.adapter_targets(with_weights(tiny, "h.0.attn.c_attn.weight"))
 
 
@@ -438,290 +440,6 @@ def test_names_from_a_model_are_printed_safely(tiny: Path) -> None:
     with pytest.raises(ModelError) as caught:
         models.adapter_targets(model)
     assert "\x1b" not in str(caught.value)
-
-
-# End tokens
-
-
-def test_stop_ids_are_the_union_of_three_files(tiny: Path) -> None:
-    edit(tiny / "generation_config.json", eos_token_id=[256, 65])
-    edit(tiny / "config.json", eos_token_id=66)
-    assert models.stop_ids(local(tiny)) == (65, 66, 256, 258)
-    (tiny / "generation_config.json").unlink()
-    edit(tiny / "config.json", eos_token_id=None)
-    edit(tiny / "tokenizer_config.json", eos_token={"content": "<|endoftext|>", "lstrip": False})
-    assert models.stop_ids(local(tiny)) == (256,)
-
-
-def test_the_special_tokens_map_counts_where_the_tokenizers_config_is_silent(tiny: Path) -> None:
-    (tiny / "generation_config.json").unlink()
-    edit(tiny / "config.json", eos_token_id=None)
-    edit(tiny / "tokenizer_config.json", eos_token=None)
-    (tiny / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert models.stop_ids(local(tiny)) == (258,)
-
-
-@pytest.mark.parametrize("value", ["2", [2, "3"], True, -1, 2.0, [[2]], 2**31])
-def test_an_end_token_that_is_no_number_is_refused(tiny: Path, value: Any) -> None:
-    edit(tiny / "config.json", eos_token_id=value)
-    with pytest.raises(ModelError, match="eos_token_id"):
-        models.stop_ids(local(tiny))
-
-
-def test_a_model_without_an_end_is_refused(tiny: Path) -> None:
-    (tiny / "generation_config.json").unlink()
-    edit(tiny / "config.json", eos_token_id=None)
-    edit(tiny / "tokenizer_config.json", eos_token="<nowhere>")
-    with pytest.raises(ModelError, match="<nowhere>"):
-        models.stop_ids(local(tiny))
-    edit(tiny / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(ModelError, match="names no end token"):
-        models.stop_ids(local(tiny))
-
-
-# The hub, played by a real HTTP server on loopback
-
-
-class Hub:
-    """The few endpoints of the hub that a download asks, for one repository."""
-
-    def __init__(self, files: dict[str, bytes], answer: str = "") -> None:
-        self.files = files
-        self.answer = answer  # "gated", "forbidden", "hidden", "unknown", "busy" or nothing
-        self.absent: set[str] = set()
-        self.requests: list[str] = []
-        self.release = threading.Event()
-        self.release.set()
-
-    def listing(self) -> list[dict[str, str]]:
-        return [{"rfilename": name} for name in self.files]
-
-    def tree(self) -> list[dict[str, Any]]:
-        return [
-            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for name, data in self.files.items()
-        ]
-
-
-def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            hub.requests.append(f"{self.command} {path}")
-            failures = {
-                "gated": (401, "GatedRepo"),
-                "forbidden": (403, "GatedRepo"),
-                "hidden": (401, "RepoNotFound"),
-                "unknown": (404, "RevisionNotFound"),
-                "busy": (503, ""),
-            }
-            if hub.answer in failures:
-                self.send(failures[hub.answer][0], b"{}", **{"X-Error-Code": failures[hub.answer][1]})
-            elif path == "/api/models/org/name/revision/main":
-                info = {"id": "org/name", "sha": SHA, "siblings": hub.listing(), "private": False, "tags": []}
-                self.send(200, json.dumps(info).encode())
-            elif path == f"/api/models/org/name/tree/{SHA}":
-                self.send(200, json.dumps(hub.tree()).encode())
-            elif path.startswith(f"/org/name/resolve/{SHA}/"):
-                self.send_file(path.rpartition("/")[2])
-            else:
-                self.send(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
-
-        def send_file(self, name: str) -> None:
-            if name in hub.absent:
-                self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
-                return
-            if self.command == "GET" and name.endswith(".safetensors"):
-                hub.release.wait(30)
-            data = hub.files[name]
-            etag = f'"{hashlib.sha256(data).hexdigest()}"'
-            self.send(200, data, **{"ETag": etag, "X-Repo-Commit": SHA})
-
-        def send(self, status: int, data: bytes, **headers: str) -> None:
-            try:
-                self.send_response(status)
-                for key, value in {
-                    "Content-Length": str(len(data)),
-                    "Content-Type": "application/json",
-                    **headers,
-                }.items():
-                    self.send_header(key, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(data)
-            except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # the client was ended
-
-    return Handler
-
-
-@contextmanager
-def serving(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
-    try:
-        yield hub
-    finally:
-        hub.release.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@pytest.fixture
-def hub_files(tiny: Path) -> dict[str, bytes]:
-    files = {path.name: path.read_bytes() for path in tiny.iterdir()}
-    return {**files, "README.md": b"# hello", "pytorch_model.bin": b"pickle", "modeling.py": b"raise SystemExit"}
-
-
-def test_a_model_is_fetched_once_whole_and_without_code(
-    tiny: Path, hub_files: dict[str, bytes], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    with serving(Hub(hub_files), monkeypatch) as hub:
-        model = models.resolve("hf:org/name", tick=tick, say=said.append)
-        asked = list(hub.requests)
-    assert model is not None
-    assert model.student == "hf:org/name@main"
-    assert model.revision == SHA
-    assert model.identity == local(tiny).identity
-    assert home in model.directory.parents
-    assert sorted(path.name for path in model.directory.iterdir()) == sorted(path.name for path in tiny.iterdir())
-    assert not any("pytorch_model" in line or "modeling" in line for line in asked)
-    assert [line.split()[0] for line in said] == ["fetching", "fetched"]
-    assert "org/name" in said[0]
-    # From here on the network is not needed, and not asked.
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert models.resolve("hf:org/name@main", tick=tick, say=never) == model
-    assert models.resolve("hf:org/name@main", tick=tick, say=never, offline=True) == model
-
-
-def test_a_tag_is_fetched_from_its_repository(hub_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    tag = models.resolving.Tag(repository="org/name", revision="main", learning_rate=1e-3)
-    monkeypatch.setitem(models.TAGS, "smollm2:135m", tag)
-    with serving(Hub(hub_files), monkeypatch):
-        model = models.resolve("smollm2:135m", tick=tick, say=lambda line: None)
-    assert model is not None
-    assert (model.student, model.revision) == ("smollm2:135m", SHA)
-
-
-def test_a_fetch_that_broke_off_is_not_a_model_and_is_continued(
-    tiny: Path, hub_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(Hub(hub_files), monkeypatch) as hub:
-        hub.absent = {"tokenizer_config.json"}
-        with pytest.raises(ModelError, match="cannot be fetched"):
-            models.resolve("hf:org/name", tick=tick, say=lambda line: None)
-        assert models.resolve("hf:org/name", tick=tick, say=never, offline=True) is None
-        hub.absent = set()
-        model = models.resolve("hf:org/name", tick=tick, say=lambda line: None)
-        assert model is not None
-        assert model.identity == local(tiny).identity
-        # A file that went missing from the cache is fetched again.
-        (model.directory / "config.json").unlink()
-        assert models.resolve("hf:org/name", tick=tick, say=never, offline=True) is None
-        again = models.resolve("hf:org/name", tick=tick, say=lambda line: None)
-        assert again == model
-
-
-@pytest.mark.parametrize(
-    ("answer", "student", "words"),
-    [
-        ("gated", "llama3.2:1b", ["is gated", "meta-llama/Llama-3.2-1B-Instruct", "licence", "HF_TOKEN"]),
-        ("forbidden", "hf:org/name", ["is gated", "HF_TOKEN"]),
-        ("hidden", "hf:org/name", ["no such repository", "HF_TOKEN"]),
-        ("unknown", "hf:org/name@v9", ["no revision v9", "commits"]),
-        ("busy", "hf:org/name", ["cannot be fetched", "503", "try again"]),
-        ("", "hf:other/name", ["no such repository"]),
-    ],
-)
-def test_what_the_hub_refuses_is_one_line_with_the_ways_out(
-    answer: str, student: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        serving(Hub({}, answer), monkeypatch),
-        pytest.raises(ModelError) as caught,
-    ):
-        models.resolve(student, tick=tick, say=lambda line: None)
-    message = str(caught.value)
-    assert message.startswith(student)
-    for word in [*words, "--student PATH", "--weights URI"]:
-        assert word in message
-    assert NEWLINE not in message
-
-
-def test_without_a_network_the_packaged_model_is_named() -> None:
-    started = time.monotonic()
-    with pytest.raises(ModelError) as caught:
-        models.resolve("qwen2.5:0.5b", tick=tick, say=lambda line: None)
-    assert time.monotonic() - started < 20
-    message = str(caught.value)
-    for word in ("qwen2.5:0.5b", "Qwen/Qwen2.5-0.5B-Instruct", "--student PATH", "--weights URI", "smollm2:135m-q4"):
-        assert word in message
-    assert "refused" in message
-    assert NEWLINE not in message
-
-
-def test_a_repository_of_pickles_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
-    with serving(Hub(files), monkeypatch) as hub:
-        with pytest.raises(ModelError, match=r"no model\*\.safetensors \(only pytorch_model\.bin\)"):
-            models.resolve("hf:org/name", tick=tick, say=lambda line: None)
-        assert not any("resolve" in line for line in hub.requests)
-
-
-def test_a_stop_ends_a_download_at_once(hub_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(Hub(hub_files), monkeypatch) as hub:
-        hub.release.clear()
-
-        def stop_when_downloading() -> None:
-            if any(line.startswith("GET") and "safetensors" in line for line in hub.requests):
-                raise Stop
-
-        started = time.monotonic()
-        with pytest.raises(Stop):
-            models.resolve("hf:org/name", tick=stop_when_downloading, say=lambda line: None)
-        assert time.monotonic() - started < 15
-        assert models.resolve("hf:org/name", tick=tick, say=never, offline=True) is None
-
-
-def test_the_download_ends_when_its_parent_does(
-    hub_files: dict[str, bytes], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(Hub(hub_files), monkeypatch) as hub:
-        hub.release.clear()
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            "from spill.models.hub import child; child()",
-            "org/name",
-            "main",
-            str(home),
-        ]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as child:
-            try:
-                while not any("GET" in line and "safetensors" in line for line in hub.requests):
-                    assert child.poll() is None
-                    time.sleep(0.02)
-                assert child.stdin is not None
-                child.stdin.close()  # what the kernel does when the parent is killed
-                assert child.wait(10) == 1
-            finally:
-                child.kill()
 
 
 # Staging from a store
@@ -830,207 +548,6 @@ def test_a_slow_read_does_not_hold_a_stop_up(tiny: Path, monkeypatch: pytest.Mon
         models.resolve("hf:a/b", weights="odd://store", tick=Ticks(stop_at=4), say=lambda line: None)
     assert time.monotonic() - started < 10
     released.set()
-
-
-# Tokenizer and template
-
-
-def text_of(directory: Path) -> Text:
-    return Text.load(directory, models.stop_ids(local(directory)))
-
-
-def set_template(directory: Path, template: Any) -> Text:
-    edit(directory / "tokenizer_config.json", chat_template=template)
-    return text_of(directory)
-
-
-def ids(text: str) -> list[int]:
-    """Token ids of a tiny model: bytes, with the three special tokens in angle brackets."""
-    found: list[int] = []
-    while text:
-        for number, special in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>")):
-            if text.startswith(special):
-                found.append(256 + number)
-                text = text.removeprefix(special)
-                break
-        else:
-            found.extend(text[0].encode())
-            text = text[1:]
-    return found
-
-
-def test_a_prompt_is_the_template_up_to_the_answer(tiny: Path) -> None:
-    text = text_of(tiny)
-    prompt = text.prompt("Où est 東京?", "Be brief.")
-    expected = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOù est 東京?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert prompt.dtype == np.int32
-    assert prompt.tolist() == ids(expected)
-    assert text.prompt("x").tolist() == ids("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_an_answer_ends_with_exactly_one_end_token(tiny: Path) -> None:
-    text = text_of(tiny)
-    assert text.stop_ids == (256, 258)
-    assert text.end_id == 258
-    answer = text.answer("Paris")
-    assert answer.dtype == np.int32
-    assert answer.tolist() == [*b"Paris", 258]
-    assert text.answer("").tolist() == [258]
-
-
-def test_the_text_of_a_special_token_in_an_answer_is_only_text(tiny: Path) -> None:
-    text = text_of(tiny)
-    answer = text.answer("say <|im_end|> twice<|im_end|>")
-    assert [token for token in answer.tolist() if token in text.stop_ids] == [258]
-    assert text.decode(answer) == "say <|im_end|> twice<|im_end|>"
-
-
-def test_an_answer_that_must_hold_an_end_token_is_refused(tiny: Path) -> None:
-    edit(tiny / "generation_config.json", eos_token_id=ord("!"))
-    text = text_of(tiny)
-    assert text.answer("fine.").tolist()[-1] == 258
-    with pytest.raises(InputError, match="end token"):
-        text.answer("no!")
-
-
-def test_decoding_skips_special_tokens_and_unknown_numbers(tiny: Path) -> None:
-    text = text_of(tiny)
-    tokens = np.array([257, *"né 東".encode(), 258, 99_999, 256], dtype=np.int32)
-    assert text.decode(tokens) == "né 東"
-    assert text.decode([]) == ""
-
-
-def test_a_beginning_token_is_never_doubled(tiny: Path) -> None:
-    adds_one = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}},
-    }
-    edit(tiny / "tokenizer.json", post_processor=adds_one)
-    edit(tiny / "tokenizer_config.json", bos_token="<|endoftext|>")
-    text = set_template(tiny, "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    assert text.prompt("x").tolist() == ids("<|endoftext|>x<|im_end|>")
-    assert text.answer("y").tolist() == [ord("y"), 258]
-
-
-def test_truncation_and_padding_saved_with_a_tokenizer_are_switched_off(tiny: Path) -> None:
-    edit(
-        tiny / "tokenizer.json",
-        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-        padding={
-            "strategy": {"Fixed": 64},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 258,
-            "pad_type_id": 0,
-            "pad_token": "<|im_end|>",
-        },
-    )
-    assert text_of(tiny).answer("a longer answer").tolist() == [*b"a longer answer", 258]
-
-
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        ("{% for m in messages %}[{{ m.content }}]<|endoftext|>{% endfor %}", 256),
-        ("{% for m in messages %}{{ m.content }}\n<|im_end|><|endoftext|>{% endfor %}", 258),
-        ("{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}", 258),  # none after it: the tokenizer's
-        ("{{ messages[0].content }}<|endoftext|>", 258),  # drops the answer
-    ],
-)
-def test_the_end_token_is_the_first_that_the_template_puts_after_an_answer(tiny: Path, template: str, end: int) -> None:
-    assert set_template(tiny, template).end_id == end
-
-
-def test_without_an_end_in_template_and_tokenizer_the_lowest_counts(tiny: Path) -> None:
-    edit(tiny / "tokenizer_config.json", eos_token=None)
-    assert set_template(tiny, "{{ messages[0].content }}").end_id == 256
-
-
-def test_a_template_file_goes_before_the_config_and_a_list_has_a_default(tiny: Path) -> None:
-    templates = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": "D{{ messages[-1].content }}"},
-    ]
-    assert text_of_prompt(set_template(tiny, templates), "x") == "Dx"
-    (tiny / "chat_template.jinja").write_text("F{{ messages[-1].content }}é", encoding="utf-8")
-    assert text_of_prompt(text_of(tiny), "x") == "Fxé"
-
-
-def text_of_prompt(text: Text, user: str, system: str = "") -> str:
-    return bytes(text.prompt(user, system).tolist()).decode()
-
-
-@pytest.mark.parametrize(
-    ("template", "prompt"),
-    [
-        ("{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}no clock{% endif %}", "no clock"),
-        ("  {% if true %}\na\n  {% endif %}\nb", "a\nb"),
-        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
-        ("{{ {'ü<': messages[0].content} | tojson }}", '{"ü<": "x"}'),
-        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
-        ("{% generation %}g{{ messages[0].content }}{% endgeneration %}", "gx"),
-        (
-            "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ pad_token }}|{{ unk_token }}",
-            "TrueTrueTrue|",
-        ),
-        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
-    ],
-)
-def test_templates_see_what_the_hub_promises_them(tiny: Path, template: str, prompt: str) -> None:
-    edit(tiny / "tokenizer_config.json", pad_token="")
-    assert text_of_prompt(set_template(tiny, template), "x") == prompt
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('only\nalternating roles') }}", "only alternating roles"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ strftime_now('%d') }}", "strftime_now"),
-        ("{{ range(10000000) | list }}", "Range too big"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{% if %}", "cannot be read"),
-        ("{{ messages | random }}", "No filter named 'random'"),
-        ("{{ lipsum() }}", "lipsum"),
-        ("{{ 1 / 0 }}", "division"),
-        ("{% include 'x' %}", "loader"),
-        (None, "no chat template"),
-        (7, "no chat template"),
-        ([{"name": "tool_use", "template": "x"}], "no chat template"),
-    ],
-)
-def test_a_template_that_fails_is_one_line(tiny: Path, template: Any, reason: str) -> None:
-    with pytest.raises(ModelError, match=reason) as caught:
-        set_template(tiny, template).prompt("x")
-    assert NEWLINE not in str(caught.value)
-
-
-def test_a_refused_system_message_is_an_error_of_the_prompt_alone(tiny: Path) -> None:
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}ok"
-    text = set_template(tiny, refuses)
-    assert text_of_prompt(text, "x") == "ok"
-    with pytest.raises(ModelError, match="no system role"):
-        text.prompt("x", "Be brief.")
-
-
-def test_half_a_surrogate_pair_is_an_input_error(tiny: Path) -> None:
-    text = text_of(tiny)
-    for call in (text.prompt, text.answer):
-        with pytest.raises(InputError, match=r"\\ud800.*not Unicode"):
-            call("a\ud800")
-
-
-def test_a_broken_tokenizer_is_one_line(tiny: Path) -> None:
-    model = local(tiny)
-    (tiny / "tokenizer.json").write_text('{"model": {"type": "?"}}')
-    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read") as caught:
-        models.stop_ids(model)
-    assert NEWLINE not in str(caught.value)
 
 
 def test_the_core_reads_models_without_torch_or_transformers(tiny: Path) -> None:

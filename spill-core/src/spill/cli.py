@@ -32,7 +32,10 @@ class Session:
 
 
 def run(stop: "StopRequest", arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (the process's own where `arguments` is None); the exit code. Errors are one line, or a traceback with --debug."""
+    """Run the command line (the process's own where `arguments` is None). Returns the exit code.
+
+    Errors are one line, or a traceback with --debug.
+    """
     session = Session(stop)
     try:
         result = main.main(args=arguments, standalone_mode=False, obj=session)
@@ -94,6 +97,7 @@ def _build_options(command: Command) -> Command:
             WEIGHTS,
             click.option("--stop-after", metavar="STAGE[:N]", help="Stop after a stage, or after its step or row N."),
             click.option("--commit-every", type=click.FloatRange(0), metavar="SECONDS", help="0: after every unit."),
+            click.option("--takeover", is_flag=True, help="Take the state over at once from a run that holds it."),
             click.option("--accept-drift", is_flag=True, help="Go on where a handover check finds a difference."),
             REFERENCE,
             click.option("--table", is_flag=True, help="Print the table at the end of a stopped build too."),
@@ -128,6 +132,7 @@ def _run_build(
     stop_after: str | None,
     commit_every: float | None,
     accept_drift: bool,
+    takeover: bool,
     reference: str | None,
     table: bool,
     resume: bool,
@@ -152,6 +157,7 @@ def _run_build(
         stop_after=stop_after,
         commit_every=commit_every,
         accept_drift=accept_drift,
+        takeover=takeover,
         resume=resume,
     )
     commit = Build(request, registry, stop, make_reporter()).run()

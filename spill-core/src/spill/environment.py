@@ -19,6 +19,11 @@ def seconds() -> float:
     return time.monotonic()
 
 
+def sleep(duration: float) -> None:
+    """Wait `duration` seconds."""
+    time.sleep(duration)
+
+
 def nonce() -> str:
     """Sixteen random hexadecimal digits that name one run."""
     return secrets.token_hex(8)

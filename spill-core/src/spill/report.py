@@ -33,11 +33,12 @@ class PlainReporter:
     def begin(self, stage: str, unit: str, position: int, total: int) -> None:
         self._stage, self._unit, self._total = stage, unit, total
         self._first = self._position = self._shown = position
-        self._begun = self._shown_at = seconds()
+        self._shown_at = seconds()
+        self._first_at: float | None = None  # of the first unit: what comes before it is loading
         self._loss: float | None = None
 
     def progress(self, progress: stages.Progress) -> None:
-        self._position, self._loss = progress.position, progress.loss
+        self._count(progress)
         due = self._position - self._shown >= max(1.0, LINE_SHARE * self._total)
         if due or seconds() - self._shown_at >= LINE_SECONDS:
             self._show()
@@ -46,15 +47,27 @@ class PlainReporter:
         if self._position != self._shown:
             self._show()
 
+    def _count(self, progress: stages.Progress) -> None:
+        self._position, self._loss = progress.position, progress.loss
+        if self._first_at is None:
+            self._first, self._first_at = progress.position, seconds()
+
+    def _rate(self) -> float | None:
+        """Units a second since the first one; None before a second one."""
+        if self._first_at is None or self._position == self._first:
+            return None
+        return (self._position - self._first) / max(1e-9, seconds() - self._first_at)
+
     def _show(self) -> None:
         self._shown, self._shown_at = self._position, seconds()
-        rate = (self._position - self._first) / max(1e-9, seconds() - self._begun)
+        rate = self._rate()
         parts = [f"  {self._stage} {self._unit} {self._position}/{self._total}"]
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
-        parts.append(f"{rate:.2f} {self._unit}s/s")
-        if self._position < self._total:
-            parts.append(f"{_duration((self._total - self._position) / max(rate, 1e-9))} left")
+        if rate is not None:
+            parts.append(f"{rate:.2f} {self._unit}s/s")
+            if self._position < self._total:
+                parts.append(f"{_duration((self._total - self._position) / rate)} left")
         self._write(", ".join(parts))
 
 
@@ -82,11 +95,11 @@ class BarReporter(PlainReporter):
         self._bar.start()
 
     def progress(self, progress: stages.Progress) -> None:
-        self._position, self._loss = progress.position, progress.loss
-        rate = (self._position - self._first) / max(1e-9, seconds() - self._begun)
+        self._count(progress)
+        rate = self._rate()
         loss = f"loss {progress.loss:.4f}  " if progress.loss is not None else ""
         assert self._bar is not None
-        self._bar.update(self._task, completed=progress.position, note=f"{loss}{rate:.2f}/s")
+        self._bar.update(self._task, completed=progress.position, note=f"{loss}{rate:.2f}/s" if rate else loss)
 
     def end(self) -> None:
         if self._bar:

@@ -8,8 +8,9 @@ from typing import Any, Literal, Protocol
 from attrs import evolve, field, frozen
 
 from spill import environment, models
+from spill.alive import Alive, watch
 from spill.engine import AdapterSpec, Engine, Numerics
-from spill.errors import InputError, PluginError, SpillError, StateError, Stopped
+from spill.errors import HeldError, InputError, PluginError, SpillError, StateError, Stopped
 from spill.folder import DATA_FILES, Folder, Settings, load, make_settings, parse, settings_flags
 from spill.handover import check_drift, fits, probe_rows, rounded_losses
 from spill.plan import Student, differences, make_plan, missing_stage_plugin, prepare, refuse_differences
@@ -51,6 +52,7 @@ class Request:
     stop_after: str | None = None
     commit_every: float | None = None
     accept_drift: bool = False
+    takeover: bool = False
     resume: bool = False
 
 
@@ -201,18 +203,38 @@ class Build:
         if opened.head and finished(opened.head.commit):
             self._check_model_at_hand(opened.head.commit)
             return opened.head.commit
+        stages = opened.head.commit.plan.stages if opened.head else opened.settings.stages
+        stop_stage, stop_position = parse_stop_after(self._request.stop_after, stages)
+        if opened.head:
+            watch(
+                opened.store,
+                opened.head,
+                takeover=self._request.takeover,
+                again=opened.place.again,
+                tick=self._stop.tick,
+                say=self._report.say,
+            )
         self._prepare(opened)
-        stop_stage, stop_position = parse_stop_after(self._request.stop_after, self._plan.stages)
         self._introduce(opened)
         self._stop.tick()
-        self._claim_state(opened)
         try:
+            self._claim_state(opened)
+        except HeldError:
+            head = newest(opened.store)
+            if head and finished(head.commit):  # the holder's last commit was quicker: there is nothing left to do
+                return head.commit
+            raise
+        self._position = "its start"
+        alive = Alive(opened.store, self._claim, self._run_row.nonce, self._stop, lambda: self._position)
+        try:
+            alive.start()
             for stage in self._plan.stages:
                 limit = stop_position if stage == stop_stage else None
                 self._run_stage(stage, limit)
                 if stage == stop_stage:
                     break
         finally:
+            alive.stop()
             if self._engine:
                 self._engine.close()
         return self._claim.commit
@@ -313,9 +335,11 @@ class Build:
         start = stage.position
         committer = _Committer(self, name, stage, start)
         self._report.begin(name, stage.unit, start, stage.total)
+        self._position = f"{name} {stage.unit} {start} of {stage.total}"
         try:
             for progress in stage.advance(end):
                 self._report.progress(progress)
+                self._position = f"{name} {stage.unit} {progress.position} of {stage.total}"
                 committer.after_unit()
                 if progress.position < end:
                     self._stop.tick()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from spill.errors import Stopped
+from spill.errors import HeldError, Stopped
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 GRACE_SECONDS = 15.0
@@ -20,6 +20,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
+        self._fenced = ""
         self.unit_seconds = 0.0  # the longest unit so far: what a stop may have to wait for
         self._held = 0
 
@@ -31,8 +32,19 @@ class StopRequest:
     def exit_code(self) -> int:
         return EXIT_CODES[self.asked] if self.asked else 0
 
+    def fence(self, message: str) -> None:
+        """Somebody else took the state over: the next tick raises HeldError. Called from another thread."""
+        self._fenced = message
+
     def tick(self) -> None:
-        """Raises Stopped once a stop was asked for, except while something is being saved."""
+        """Raises Stopped once a stop was asked for, except while something is being saved.
+
+        Raises:
+            HeldError: the state was taken over; nothing can be saved any more.
+            Stopped: a signal asked for a stop.
+        """
+        if self._fenced:
+            raise HeldError(self._fenced)
         if self.asked and not self._held:
             raise Stopped(f"stopped by {self.asked.name}", self.exit_code)
 

@@ -253,11 +253,25 @@ class Claim:
     def commit(self) -> Commit:
         return self._entry.commit
 
+    @property
+    def number(self) -> int:
+        """The number of the claim itself, by which its data folder is named."""
+        return self._claim
+
+    @property
+    def run(self) -> str:
+        """The run's nonce."""
+        return self._run
+
     @classmethod
     def begin(cls, store: Store, head: Head | None, plan: Plan, run: Run, state: str) -> "Claim":
         """Claim the state: commit number one above the highest entry, naming the head's objects again.
 
-        `state` is the id that a new state gets. Raises HeldError when somebody else was quicker.
+        `state` is the id that a new state gets.
+
+        Raises:
+            HeldError: somebody else was quicker.
+            StoreError: the store does not honour exclusive creation; it cannot hold a state.
         """
         number = head.highest + 1 if head else 1
         run = evolve(run, claim=number)
@@ -285,6 +299,7 @@ class Claim:
                 runs=(*head.commit.runs, run),
             )
         claim = cls(store, _append(store, commit), run.nonce, number)
+        _prove_exclusive(store, claim.commit)
         claim._kept = [head.commit] if head else []
         return claim
 
@@ -402,6 +417,28 @@ def _append(store: Store, commit: Commit) -> Entry:
     raise Unanswered(f"{store.uri}: the store did not answer {CREATE_TRIES} tries to commit; the last commit stands")
 
 
+def _prove_exclusive(store: Store, commit: Commit) -> None:
+    """Create the claim a second time, with the same bytes: a store that accepts that ignores conditions."""
+    try:
+        store.create(log_name(commit.number), _fit(commit)[1])
+    except (Exists, Unanswered):
+        return
+    raise StateError(
+        f"{store.uri}: this store accepted the same exclusive create twice, so two runs could not be told apart; "
+        "keep the state elsewhere"
+    )
+
+
+def stranger(store: Store, claim: Claim) -> str:
+    """Who took the state over from this claim, in words; empty while nobody has."""
+    number = claim.commit.number + 1
+    try:
+        commit = read_entry(store, number).commit
+    except (_Damaged, StateError):
+        return ""
+    return "" if commit.run == claim.run else _who(store, number)
+
+
 def _fit(commit: Commit) -> tuple[Commit, bytes]:
     """The commit and its bytes; rows of old runs on one engine and machine are folded where it would be too large."""
     data = to_json(commit)
@@ -438,4 +475,5 @@ def _who(store: Store, number: int) -> str:
         return f"{store.uri}: another run took commit {number} (its entry is damaged); run again to go on"
     other = next((r for r in commit.runs if r.nonce == commit.run), None)
     who = f"{printable(other.machine)} ({printable(other.engine)})" if other else "another run"
-    return f"{store.uri}: taken over by {who} at commit {number}; what this run did since its last commit is discarded"
+    at = ", ".join(f"{printable(s)} {r.position}/{r.total}" for s, r in commit.stages.items() if not r.finished)
+    return f"{store.uri}: taken over by {who} at commit {number}{f' ({at})' if at else ''}"

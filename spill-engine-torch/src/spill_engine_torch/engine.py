@@ -97,7 +97,7 @@ class TorchEngine:
 
     def step(self, batch: Sequence[Row], update: Update) -> StepResult:
         self._check_rows(batch)
-        count = sum(np.count_nonzero(row.mask) for row in batch)
+        count = sum(int(row.mask.sum()) for row in batch)
         if count == 0:
             raise ValueError(f"step {update.step} was given {len(batch)} rows without an answer token")
         self._state.zero_gradient()

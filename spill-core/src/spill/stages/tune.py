@@ -54,7 +54,7 @@ class Tune:
             indexes = batch_rows(plan.seed, step, len(rows), plan.batch)
             update = update_for(plan, step, self.total)
             result = engine.step([rows[i] for i in indexes], update)
-            loss = result.loss_sum / result.count
+            loss = float(result.loss_sum) / int(result.count)
             if not (math.isfinite(loss) and math.isfinite(result.gradient_norm)):
                 lines = ", ".join(str(self._work.folder.training[i].line) for i in indexes)
                 raise NumericsError(
@@ -68,8 +68,8 @@ class Tune:
                     "rows": indexes,
                     "learning_rate": update.learning_rate,
                     "loss": loss,
-                    "tokens": result.count,
-                    "norm": result.gradient_norm,
+                    "tokens": int(result.count),
+                    "norm": float(result.gradient_norm),
                 }
             )
             yield Progress(position=step, loss=loss)

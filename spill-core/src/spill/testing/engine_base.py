@@ -10,6 +10,8 @@ from spill.engine import OpenEngine
 from spill.testing.engine_cases import Bench
 from spill.testing.models import tiny_model
 
+MODEL = pytest.StashKey[Path]()
+
 
 class EngineBase:
     """Defaults fit an engine that computes in float32. All tolerances are upper bounds; tighten them where you can.
@@ -41,7 +43,14 @@ class EngineBase:
         return None
 
     @pytest.fixture
-    def bench(self, open_engine: OpenEngine, tmp_path: Path) -> Iterator[Bench]:
-        bench = Bench.at(open_engine, tiny_model(tmp_path / "model"), self.dtype)
+    def bench(
+        self, open_engine: OpenEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Bench]:
+        stash = (
+            request.session.stash
+        )  # one model for all tests: writing and removing one for each takes longer than they
+        if MODEL not in stash:
+            stash[MODEL] = tiny_model(tmp_path_factory.mktemp("model"))
+        bench = Bench.at(open_engine, stash[MODEL], self.dtype)
         yield bench
         bench.close()

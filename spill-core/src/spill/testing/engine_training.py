@@ -51,8 +51,8 @@ class TrainingContract(EngineBase):
             assert found.shape == (count,), f"nll of row {index} has shape {found.shape} for {count} answer tokens"
             worst = float(np.abs(found - bench.reference.losses(one, bench.spec, arrays)).max())
             assert worst <= self.nll_tolerance, (
-                f"nll of row {index} ({len(one.tokens)} tokens) is off by {worst:g} nats: look at positions, the mask's "
-                "shift, rope_theta, the adapter's scale alpha / rank and orientation A (rank, in), B (out, rank)"
+                f"nll of row {index} ({len(one.tokens)} tokens) is off by {worst:g} nats: look at positions, the "
+                "mask's shift, rope_theta, the adapter's scale alpha / rank and orientation A (rank, in), B (out, rank)"
             )
 
     @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""`alive/<claim>-<nonce>`: advice on whether a run is at work, judged on the store's clock alone. Never the fence.
+
+A run rewrites its object every 15 s, and looks whether a stranger has committed. A newcomer that finds the holder's
+object compares the store's own timestamps on it and on a fresh one of its own, and watches: over 60 s old, or unchanged
+through 60 s, counts as dead. Pid, host name and the machines' clocks decide nothing.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from spill import environment
+from spill.errors import HeldError, StoreError
+from spill.records import Commit, Malformed, from_json, printable, to_json
+from spill.signals import StopRequest
+from spill.state import Claim, Head, stranger
+from spill.stores import Absent, Store, Unreadable
+
+RENEW_SECONDS = 15.0
+DEAD_SECONDS = 60.0
+WATCH_SECONDS = 2.0
+SIZE_LIMIT = 4096
+
+
+class Alive:
+    """A run's own object, kept up by a thread from `start` to `stop`."""
+
+    def __init__(self, store: Store, claim: Claim, nonce: str, stop: StopRequest, where: Callable[[], str]) -> None:
+        self._store = store
+        self._claim = claim
+        self._name = f"alive/{claim.number}-{nonce}"
+        self._stop = stop
+        self._where = where
+        self._beats = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
+
+    def start(self) -> None:
+        """Write the object, sweep those of earlier claims, and keep renewing."""
+        self._beat()
+        for entry in self._store.list("alive/"):
+            if _claim_of(entry.name) < self._claim.number:
+                self._store.delete(entry.name)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop renewing and remove the object. That it cannot be removed is no fault: it grows old by itself."""
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join(RENEW_SECONDS)
+        with contextlib.suppress(StoreError):
+            self._store.delete(self._name)
+
+    def _run(self) -> None:
+        while not self._done.wait(RENEW_SECONDS):
+            # A store that is away for a while costs nothing here: the next commit decides.
+            with contextlib.suppress(StoreError):
+                if other := stranger(self._store, self._claim):
+                    self._stop.fence(f"{other}; this run was at {self._where()}, what it did since commit "
+                                     f"{self._claim.commit.number} is discarded")  # fmt: skip
+                    return
+                self._beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.write(self._name, [to_json({"beat": self._beats, "at": self._where()})])
+
+
+def watch(
+    store: Store, head: Head, *, takeover: bool, again: str, tick: Callable[[], None], say: Callable[[str], None]
+) -> None:
+    """Return once the holder of the state counts as gone.
+
+    Raises:
+        HeldError: the holder renewed its object.
+    """
+    commit = head.commit
+    run = next((r for r in commit.runs if r.nonce == commit.run), None)
+    name = f"alive/{run.claim}-{run.nonce}" if run else ""
+    first = _read(store, name) if run else b""
+    if not first or run is None:
+        return
+    who = f"{printable(run.machine)} ({printable(run.engine)})"
+    if takeover:
+        say(f"taking over from {who}, which was at {_where(first, commit)}; what it did since is discarded there")
+        return
+    mine = f"alive/{head.highest + 1}-{environment.nonce()}"
+    begun, told = environment.seconds(), False
+    try:
+        while True:
+            store.write(mine, [to_json({"beat": 0, "at": "watching"})])
+            stamps = {e.name: e.modified for e in store.list("alive/")}
+            if name not in stamps:
+                return
+            age = stamps.get(mine, stamps[name]) - stamps[name]
+            now = _read(store, name)
+            if now != first:
+                if not now:
+                    return
+                raise HeldError(
+                    f"{store.uri} is held by {who} at {_where(now, commit)}, alive {max(0.0, age):.0f} s ago; "
+                    f"wait, or take over with: spill resume {again} --takeover (it loses what is not committed since "
+                    f"{_committed(commit)})"
+                )
+            waited = environment.seconds() - begun
+            if age > DEAD_SECONDS or waited > DEAD_SECONDS:
+                say(f"{who} has not been alive for {max(age, waited):.0f} s: going on from its last commit")
+                return
+            if not told:
+                say(
+                    f"{who} was alive {max(0.0, age):.0f} s ago; watching for up to {DEAD_SECONDS:.0f} s whether it "
+                    "still is (--takeover claims at once)"
+                )
+                told = True
+            for _ in range(10):
+                tick()
+                environment.sleep(WATCH_SECONDS / 10)
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete(mine)
+
+
+def _claim_of(name: str) -> int:
+    number = name.removeprefix("alive/").partition("-")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def _read(store: Store, name: str) -> bytes:
+    try:
+        return store.read(name, SIZE_LIMIT)
+    except (Absent, Unreadable):
+        return b""
+
+
+def _where(data: bytes, commit: Commit) -> str:
+    try:
+        plain = from_json(data)
+    except Malformed:
+        plain = None
+    at = plain.get("at") if isinstance(plain, dict) else None
+    return printable(at) if isinstance(at, str) and at else _committed(commit)
+
+
+def _committed(commit: Commit) -> str:
+    at = [f"{printable(s)} {r.position}/{r.total}" for s, r in commit.stages.items() if not r.finished]
+    return f"commit {commit.number}" + (f" ({', '.join(at)})" if at else "")

@@ -71,8 +71,8 @@ def weights_of_the_hub() -> dict[str, Float32]:
         }
     weights: dict[str, Float32] = {}
     for name, shape in shapes.items():
-        array = generator.integers(-127, 128, shape).astype(np.float32) / 64
-        array[..., ::32] = 127 / 64  # so that the scale of every block is 1/64
+        array = generator.integers(-127, 128, shape).astype(np.float32) / np.float32(64)
+        array[..., ::32] = np.float32(127 / 64)  # so that the scale of every block is 1/64
         weights[f"{name}.weight"] = array
     return weights
 
@@ -115,7 +115,7 @@ def interleaved(array: Float32, heads: int) -> Float32:
 def write_gguf(path: Path, spoil: Callable[[dict[str, Any]], None] = lambda facts: None) -> dict[str, Float32]:
     """A small GGUF of the packaged one's kind, whose facts `spoil` may change; answers the weights it was made from."""
     kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(VOCABULARY) - 3)
-    facts = {"architecture": "llama", "model": "gpt2", "pre": "smollm", "kinds": kinds, "extra": [], "uint": {}}
+    facts: dict[str, Any] = {"architecture": "llama", "model": "gpt2", "pre": "smollm", "kinds": kinds, "extra": [], "uint": {}}
     spoil(facts)
     writer = gguf.GGUFWriter(path, facts["architecture"])
     writer.add_block_count(LAYERS)

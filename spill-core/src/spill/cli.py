@@ -1,6 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -269,8 +269,7 @@ def export(session: Session, /, **options: Any) -> None:
     """Write the tuned adapter in PEFT's layout."""
     from spill.use import export_adapter
 
-    for line in export_adapter(registry=_registry(), stop=session.stop, **options):
-        click.echo(line)
+    _print(export_adapter(registry=_registry(), stop=session.stop, **options))
 
 
 @main.command()
@@ -280,8 +279,7 @@ def doctor(names: bool) -> None:
     from spill.doctor import available, report
 
     registry = _registry()
-    for line in available(registry) if names else report(registry):
-        click.echo(line)
+    _print(available(registry) if names else report(registry))
 
 
 @main.command()
@@ -304,6 +302,57 @@ def plugins() -> None:
         for name, claimants in registry.named(kind).items():
             if len(claimants) > 1:
                 click.echo(f"CLASH: {kind} {name!r} of {', '.join(f.plugin.label for f in claimants)}")
+
+
+@main.group()
+def state() -> None:
+    """Look after a state: verify, history, copy, gc."""
+
+
+@state.command()
+@TARGET
+@STATE
+def verify(target: str, state: str | None) -> None:
+    """Check every object of the newest commits."""
+    from spill import upkeep
+
+    _print(upkeep.verify(target, state, _registry()))
+
+
+@state.command()
+@TARGET
+@STATE
+def history(target: str, state: str | None) -> None:
+    """Tell who did what: runs, hops, takeovers."""
+    from spill import upkeep
+
+    _print(upkeep.history(target, state, _registry()))
+
+
+@state.command()
+@click.argument("source", metavar="FOLDER|URI")
+@click.argument("destination", metavar="URI")
+def copy(source: str, destination: str) -> None:
+    """Copy a state to another place, on any store."""
+    from spill import upkeep
+
+    _print(upkeep.copy(source, destination, _registry()))
+
+
+@state.command()
+@TARGET
+@STATE
+@click.option("--takeover", is_flag=True, help="Take the state over at once from a run that holds it.")
+def gc(target: str, state: str | None, takeover: bool) -> None:
+    """Free what no kept commit names; claims the state first."""
+    from spill import upkeep
+
+    _print(upkeep.collect(target, state, takeover, _registry()))
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
 
 
 def _registry() -> "Registry":

@@ -58,7 +58,7 @@ class Entry:
 @frozen(kw_only=True)
 class Head:
     """The newest commit whose objects verify; `highest` is the highest log number there is, damaged or not; `notes`
-    are lines for the user about what was passed over. `previous` is the next older distinct verified state."""
+    are lines for the user about what was passed over."""
 
     entry: Entry
     highest: int
@@ -69,8 +69,8 @@ class Head:
         return self.entry.commit
 
 
-class _Damaged(Exception):
-    """A log entry or an object that is absent, unreadable or has the wrong hash; the text says which."""
+class Damaged(Exception):
+    """Found when reading: a log entry or an object is absent, unreadable or has the wrong hash; the text says which."""
 
 
 def log_name(number: int) -> str:
@@ -85,7 +85,7 @@ def read_object(store: Store, commit: Commit, name: str) -> bytes:
     """
     try:
         return _read_checked(store, name, commit.objects[name])
-    except _Damaged as damage:
+    except Damaged as damage:
         raise StateError(
             f"{store.uri}: {damage}; run the same command again, it goes back to the last commit that is whole"
         ) from None
@@ -99,25 +99,29 @@ def newest(store: Store) -> Head | None:
         StoreError: the store failed in any way that is not plain absence.
     """
     for _ in range(CREATE_TRIES):
-        highest = _highest(store)
-        if highest is None:
+        numbers = entry_numbers(store)
+        if not numbers:
             return None
-        found = _newest_upto(store, highest)
+        found, notes = _newest_of(store, numbers)
         # Damage counts only when the log, read again, has not moved on: a retention may have run meanwhile.
-        if not found.notes or _highest(store) == highest:
-            return found
+        if notes and entry_numbers(store) != numbers:
+            continue
+        if found is None:
+            raise StateError(f"{store.uri}: no commit of this state is whole", notes[:20])
+        if notes:
+            notes.append(f"going back to commit {found.commit.number}")
+        if broken := _parent_fault(store, found.commit):
+            notes.append(broken)
+        return Head(entry=found, highest=numbers[-1], notes=tuple(notes))
     raise StateError(f"{store.uri}: the log moves on faster than it can be read; run again")
 
 
-def _highest(store: Store) -> int | None:
-    """One listing, then upward until absent, since a listing may lag."""
-    numbers = [int(m[1]) for entry in store.list("log/") if (m := _LOG_NAME.fullmatch(entry.name))]
-    if not numbers:
-        return None
-    highest = max(numbers)
-    while _exists(store, log_name(highest + 1)):
-        highest += 1
-    return highest
+def entry_numbers(store: Store) -> list[int]:
+    """Every entry's number, ascending: one listing, then upward until absent, since a listing may lag."""
+    numbers = sorted(int(m[1]) for entry in store.list("log/") if (m := _LOG_NAME.fullmatch(entry.name)))
+    while numbers and _exists(store, log_name(numbers[-1] + 1)):
+        numbers.append(numbers[-1] + 1)
+    return numbers
 
 
 def _exists(store: Store, name: str) -> bool:
@@ -130,30 +134,39 @@ def _exists(store: Store, name: str) -> bool:
     return True
 
 
-def _newest_upto(store: Store, highest: int) -> Head:
+def _newest_of(store: Store, numbers: Sequence[int]) -> tuple[Entry | None, list[str]]:
+    """The newest of these entries that verifies, and a note for every newer one that does not."""
     notes: list[str] = []
     checked: dict[str, ObjectRecord] = {}
-    for number in range(highest, 0, -1):
+    for number in reversed(numbers):
         try:
             entry = read_entry(store, number)
-        except _Damaged as damage:
-            # Gaps below the highest entry are numbers that a plain copy left out; they are no state either way.
-            notes.append(f"commit {number} is damaged ({damage})")
-            continue
-        try:
             for name, record in entry.commit.objects.items():
                 if checked.get(name) != record:
                     _read_checked(store, name, record)
                     checked[name] = record
-        except _Damaged as damage:
+        except Damaged as damage:
             notes.append(f"commit {number} is damaged ({damage})")
+        else:
+            return entry, notes
+    return None, notes
+
+
+def kept_entries(store: Store, head: Head) -> list[Entry]:
+    """The newest distinct states that verify, the head first: those that retention keeps."""
+    kept = [head.entry]
+    for number in reversed(entry_numbers(store)):
+        if number >= head.commit.number or len(kept) == KEPT_STATES:
             continue
-        if notes:
-            notes.append(f"going back to commit {number}")
-        if broken := _parent_fault(store, entry.commit):
-            notes.append(broken)
-        return Head(entry=entry, highest=highest, notes=tuple(notes))
-    raise StateError(f"{store.uri}: no commit of this state is whole", notes[:20])
+        try:
+            entry = read_entry(store, number)
+            if all(set(entry.commit.objects) != set(k.commit.objects) for k in kept):
+                for name, record in entry.commit.objects.items():
+                    _read_checked(store, name, record)
+                kept.append(entry)
+        except Damaged:
+            continue
+    return kept
 
 
 def read_entry(store: Store, number: int) -> Entry:
@@ -161,15 +174,15 @@ def read_entry(store: Store, number: int) -> Entry:
 
     Raises:
         StateError: it is of a newer format.
-        _Damaged: it is absent, torn, or not a commit.
+        Damaged: it is absent, torn, or not a commit.
     """
     name = log_name(number)
     try:
         data = store.read(name, COMMIT_LIMIT)
     except Absent:
-        raise _Damaged(f"{name} is missing") from None
+        raise Damaged(f"{name} is missing") from None
     except Unreadable as fault:
-        raise _Damaged(str(fault)) from None
+        raise Damaged(str(fault)) from None
     try:
         plain = from_json(data)
         if not isinstance(plain, dict):
@@ -183,7 +196,7 @@ def read_entry(store: Store, number: int) -> Entry:
         commit = structure(plain, Commit)
         _check(commit, number)
     except Malformed as fault:
-        raise _Damaged(f"{name}: {printable(str(fault))}") from None
+        raise Damaged(f"{name}: {printable(str(fault))}") from None
     return Entry(commit=commit, sha256=hashlib.sha256(data).hexdigest())
 
 
@@ -227,13 +240,13 @@ def _read_checked(store: Store, name: str, record: ObjectRecord) -> bytes:
     try:
         data = store.read(name, record.size)
     except Absent:
-        raise _Damaged(f"{name} is missing") from None
+        raise Damaged(f"{name} is missing") from None
     except Unreadable as fault:
-        raise _Damaged(str(fault)) from None
+        raise Damaged(str(fault)) from None
     if len(data) != record.size:
-        raise _Damaged(f"{name} has {len(data)} bytes, not {record.size}")
+        raise Damaged(f"{name} has {len(data)} bytes, not {record.size}")
     if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise _Damaged(f"{name} has another sha256 than commit says")
+        raise Damaged(f"{name} has another sha256 than commit says")
     return data
 
 
@@ -378,16 +391,26 @@ class Claim:
         if len(kept) < KEPT_STATES:
             self._kept += dropped
             return
-        needed = {name for commit in kept for name in commit.objects}
-        doomed = {name for commit in dropped for name in commit.objects} - needed
+        doomed = {name for commit in dropped for name in commit.objects}
         self._verified_commits += 1
         if self._verified_commits == KEPT_STATES:
-            doomed |= {e.name for e in self._store.list("data/")} - needed
-        if not doomed or _exists(self._store, log_name(self.commit.number + 1)):
-            return  # somebody else goes on from here already: what to keep is theirs to say
-        for name in sorted(doomed):
-            if self._may_delete(name):
-                self._store.delete(name)
+            doomed |= {e.name for e in self._store.list("data/")}
+        self._delete(doomed, kept)
+
+    def sweep(self, kept: Sequence[Commit]) -> tuple[int, int]:
+        """Delete what none of `kept` names, in folders of this or earlier claims: (objects, bytes)."""
+        sizes = {entry.name: entry.size for entry in self._store.list("data/")}
+        gone = self._delete(set(sizes), kept)
+        return len(gone), sum(sizes[name] for name in gone)
+
+    def _delete(self, doomed: set[str], kept: Sequence[Commit]) -> list[str]:
+        needed = {name for commit in kept for name in commit.objects}
+        names = [name for name in sorted(doomed - needed) if self._may_delete(name)]
+        if not names or _exists(self._store, log_name(self.commit.number + 1)):
+            return []  # where somebody else goes on from here already, what to keep is theirs to say
+        for name in names:
+            self._store.delete(name)
+        return names
 
     def _may_delete(self, name: str) -> bool:
         folder = re.match(r"data/([1-9][0-9]{0,11})-([0-9a-f]{16})/", name)
@@ -434,7 +457,7 @@ def stranger(store: Store, claim: Claim) -> str:
     number = claim.commit.number + 1
     try:
         commit = read_entry(store, number).commit
-    except (_Damaged, StateError):
+    except (Damaged, StateError):
         return ""
     return "" if commit.run == claim.run else _who(store, number)
 
@@ -471,7 +494,7 @@ def _folded(a: Run, b: Run) -> Run:
 def _who(store: Store, number: int) -> str:
     try:
         commit = read_entry(store, number).commit
-    except _Damaged:
+    except Damaged:
         return f"{store.uri}: another run took commit {number} (its entry is damaged); run again to go on"
     other = next((r for r in commit.runs if r.nonce == commit.run), None)
     who = f"{printable(other.machine)} ({printable(other.engine)})" if other else "another run"

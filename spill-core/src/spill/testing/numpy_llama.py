@@ -79,6 +79,8 @@ class Llama:
             gradient: if given, the gradient of the losses' sum by every adapter array is added to it in place.
         """
         answers = np.flatnonzero(row.mask)
+        if not len(answers):
+            return np.zeros(0, np.float32)
         tape: Tape | None = None if gradient is None else {}
         hidden = self._hidden(row.tokens[:-1], adapter, tape, None)
         logits = self._linear(self._head, hidden[answers - 1], adapter, tape)

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from spill import stages
 from spill.environment import seconds
+from spill.rates import duration
 
 LINE_SECONDS = 20.0
 LINE_SHARE = 0.2
@@ -67,7 +68,7 @@ class PlainReporter:
         if rate is not None:
             parts.append(f"{rate:.2f} {self._unit}s/s")
             if self._position < self._total:
-                parts.append(f"{_duration((self._total - self._position) / rate)} left")
+                parts.append(f"{duration((self._total - self._position) / rate)} left")
         self._write(", ".join(parts))
 
 
@@ -106,8 +107,3 @@ class BarReporter(PlainReporter):
             self._bar.stop()
             self._bar = None
         super().end()
-
-
-def _duration(left: float) -> str:
-    whole = round(left)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h"

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from attrs import evolve, field, frozen
 
-from spill import environment, models
+from spill import environment, models, rates
 from spill.alive import Alive, watch
 from spill.engine import AdapterSpec, Engine, Numerics
 from spill.errors import HeldError, InputError, PluginError, SpillError, StateError, Stopped
@@ -288,15 +288,18 @@ class Build:
         left = [s for s in plan.stages if not (head and s in head.commit.stages and head.commit.stages[s].finished)]
         steps = -(-len(self._student.rows) // plan.batch) * plan.epochs
         tokens = sum(len(r.tokens) for r in self._student.rows) * plan.epochs
+        done = {s: r.position for s, r in head.commit.stages.items()} if head else {}
+        units = {self._rate_key(s): (steps if s == "tune" else len(opened.folder.exam)) - done.get(s, 0) for s in left}
+        seconds = rates.estimate(units)
+        about = f"about {rates.duration(seconds)}" if seconds is not None else "no estimate, it is the first one here"
         self._report.say(
             f"{self._student.model.student} ({self._student.model.parameters / 1e6:.0f}M) on {self._spec.name} "
             f"({self._why}), {plan.dtype}: {', '.join(left)}; {len(opened.folder.exam)} exam rows, {steps} steps of "
-            f"{plan.batch} rows, {tokens:,} training tokens, peak learning rate {plan.learning_rate:g}"
+            f"{plan.batch} rows, {tokens:,} training tokens, peak learning rate {plan.learning_rate:g}; {about}"
         )
         if head:
             last = next((r for r in head.commit.runs if r.nonce == head.commit.run), None)
-            done = {s: r for s, r in head.commit.stages.items()}
-            at = [f"{s} {r.position}/{r.total}" for s, r in done.items() if not r.finished]
+            at = [f"{s} {r.position}/{r.total}" for s, r in head.commit.stages.items() if not r.finished]
             self._report.say(
                 f"resuming from commit {head.commit.number} of {who(last) if last else 'an unknown run'}"
                 f"{' at ' + ', '.join(at) if at else ''}; only what came after that commit, if anything, is done again"
@@ -348,6 +351,11 @@ class Build:
             raise self._save_and_stop(stopped, name, stage, committer) from None
         self._report.end()
         committer.commit(final=True)
+        if seconds := committer.unit_seconds:
+            rates.remember(self._rate_key(name), seconds)
+
+    def _rate_key(self, stage: str) -> str:
+        return rates.key(self._spec.name, self._plan.dtype, self._plan.model, stage)
 
     def _save_and_stop(self, stopped: Stopped, name: str, stage: Stage, committer: "_Committer") -> Stopped:
         place = f"{name} {stage.unit} {stage.position} of {stage.total}"
@@ -482,6 +490,14 @@ class _Committer:
         self._committed = start
         self._last_commit = self._last_unit = environment.seconds()
         self._cost = 0.0
+        self._first: tuple[int, float] | None = None
+
+    @property
+    def unit_seconds(self) -> float | None:
+        """Seconds a unit took, commits included, without the first one and what was loaded before it."""
+        if self._first is None or self._stage.position <= self._first[0]:
+            return None
+        return (self._last_commit - self._first[1]) / (self._stage.position - self._first[0])
 
     @property
     def unsaved(self) -> int:
@@ -491,6 +507,7 @@ class _Committer:
         now = environment.seconds()
         unit, since = now - self._last_unit, now - self._last_commit
         self._last_unit = now
+        self._first = self._first or (self._stage.position, now)
         self._build.timed(unit)
         every = self._build.commit_every
         if every is not None:

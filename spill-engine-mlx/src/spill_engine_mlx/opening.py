@@ -1,8 +1,8 @@
 """Opens the engine: what must be true and done before mlx is imported for the first time in a process."""
 
 import ctypes
+import functools
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +62,9 @@ def open_engine(*, model_dir: Path, adapter: AdapterSpec, numerics: Numerics, ti
     return MlxEngine(host, model_dir, adapter, numerics, tick)
 
 
+@functools.cache
 def _cpu_host() -> Host:
-    """Bind MLX to OpenBLAS if it is here and mlx not yet imported; say which BLAS it has."""
+    """Bind MLX to OpenBLAS if it is here and mlx not yet imported; say which BLAS it has. Decided once a process."""
     late = "mlx.core" in sys.modules
     library = _openblas(ctypes.CDLL(None)) if late else _openblas(_load_openblas())
     if library is None:
@@ -81,8 +82,6 @@ def _cpu_host() -> Host:
 
 def _load_openblas() -> ctypes.CDLL | None:
     """Load OpenBLAS where every library loaded later looks first."""
-    if platform.system() != "Linux":
-        return None
     try:
         return ctypes.CDLL(_OPENBLAS, mode=ctypes.RTLD_GLOBAL)
     except OSError:

@@ -89,6 +89,19 @@ class StateContract(EngineBase):
         engine.step(training_rows(3), UPDATE)
         assert not (fault := different_bits(again, kept)), f"a step wrote into the arrays it was given: {fault}"
 
+    def test_what_is_given_is_only_read(self, bench: Bench) -> None:
+        state, rows = trained(bench.spec, 12), mixed_rows()[:3]
+        given = [array for arrays in state.groups().values() for array in arrays.values()]
+        given += [array for one in rows for array in (one.tokens, one.mask)]
+        before = [array.tobytes() for array in given]
+        for array in given:
+            array.flags.writeable = False  # an engine that writes fails here, or below where it went around numpy
+        engine = bench.open(state)
+        engine.step(rows, UPDATE)
+        engine.nll(rows)
+        list(engine.generate([one.tokens for one in rows], 3, []))
+        assert [array.tobytes() for array in given] == before, "the engine wrote into rows or state that it was given"
+
     def test_the_same_steps_twice_are_the_same_bits(self, bench: Bench) -> None:
         ends = []
         for _ in range(2):

@@ -93,13 +93,15 @@ def block_targets(model_dir: Path) -> tuple[Target, ...]:
 
 
 def _weights(config: dict[str, Any], seed: int) -> dict[str, Float32]:
-    # Uniform draws are the same on every platform; normal ones pass through the platform's logarithm.
+    # Uniform draws are the same on every platform; normal ones pass through the platform's logarithm. Every weight is
+    # a bfloat16 number, as in most published models, so that an engine which keeps the base so loses nothing.
     generator = np.random.Generator(np.random.Philox(seed))
     hidden, intermediate, size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv_size = config["num_key_value_heads"] * config["head_dim"]
 
     def draw(*shape: int, deviation: float, mean: float = 0.0) -> Float32:
-        return ((generator.random(shape) - 0.5) * (deviation * 12**0.5) + mean).astype(np.float32)
+        drawn = ((generator.random(shape) - 0.5) * (deviation * 12**0.5) + mean).astype(np.float32)
+        return (drawn.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
     weights = {"model.embed_tokens.weight": draw(size, hidden, deviation=0.5)}
     linears = {

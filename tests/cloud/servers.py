@@ -142,7 +142,7 @@ def seaweed() -> Iterator[Server]:
         (Path(path) / "s3.json").write_text(json.dumps(config))
         command = [program, "server", f"-dir={path}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-s3.iam=false"]
         command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=20", "-s3.config=s3.json"]
-        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
         for name, plain, grpc in zip(names, ports[::2], ports[1::2], strict=True):
             command += [f"-{name}.port={plain}", f"-{name}.port.grpc={grpc}"]
         with process(command, f"http://127.0.0.1:{port}", cwd=path):

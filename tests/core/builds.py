@@ -2,13 +2,10 @@
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from spill.records import Commit, Plan, Run, StageRecord
 from spill.state import newest
@@ -71,7 +68,8 @@ def files(top: Path) -> dict[str, bytes]:
 
 
 def loadable(state: Path) -> list[frozenset[str]]:
-    """The distinct sets of objects that commits name and that are whole on disk, the oldest first.
+    """The distinct sets of objects (but the empty one, of a new state's claim) that commits name and that are whole on
+    disk, the oldest first.
 
     Looks at the files alone, without spill, so that it holds the state's own code to what it says.
     """
@@ -82,7 +80,7 @@ def loadable(state: Path) -> list[frozenset[str]]:
         except ValueError:
             continue
         names = frozenset(objects)
-        if names not in found and all(_is_whole(state / name, record) for name, record in objects.items()):
+        if names and names not in found and all(_is_whole(state / name, record) for name, record in objects.items()):
             found.append(names)
     return found
 
@@ -145,24 +143,6 @@ def step_record(position: int, total: int = 1000) -> StageRecord:
     return StageRecord(position=position, total=total, finished=position == total, objects={}, summary={})
 
 
-@pytest.fixture
-def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave fsync out: it guards against a power cut, which no test makes, and costs most of a tiny build's time."""
-    monkeypatch.setattr("spill.stores.local._sync", lambda handle: None)
-
-
-@pytest.fixture
-def public(tmp_path: Path) -> Iterator[Path]:
-    """A folder that every user of the machine may enter, unlike pytest's own."""
-    import shutil
-    import tempfile
-
-    directory = Path(tempfile.mkdtemp(prefix="spill-public-"))
-    directory.chmod(0o755)
-    yield directory
-    shutil.rmtree(directory)
-
-
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAXAMPLEXAMPLE0001",
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIxK7MDENGbPxRfiCYEXAMPLEKEY1",
@@ -174,8 +154,3 @@ SECRETS = {
 def without_nonce(text: str) -> str:
     """Sixteen hexadecimal digits of a run as `N`, to compare texts of two runs."""
     return re.sub(r"[0-9a-f]{16}", "N", text)
-
-
-def as_user(user: int) -> None:
-    """Become another user for file access; only root can, and `as_user(0)` goes back."""
-    os.seteuid(user)

@@ -115,7 +115,14 @@ def interleaved(array: Float32, heads: int) -> Float32:
 def write_gguf(path: Path, spoil: Callable[[dict[str, Any]], None] = lambda facts: None) -> dict[str, Float32]:
     """A small GGUF of the packaged one's kind, whose facts `spoil` may change; answers the weights it was made from."""
     kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(VOCABULARY) - 3)
-    facts: dict[str, Any] = {"architecture": "llama", "model": "gpt2", "pre": "smollm", "kinds": kinds, "extra": [], "uint": {}}
+    facts: dict[str, Any] = {
+        "architecture": "llama",
+        "model": "gpt2",
+        "pre": "smollm",
+        "kinds": kinds,
+        "extra": [],
+        "uint": {},
+    }
     spoil(facts)
     writer = gguf.GGUFWriter(path, facts["architecture"])
     writer.add_block_count(LAYERS)

@@ -516,7 +516,15 @@ class OddStore:
 
 def test_only_plain_names_of_model_files_are_staged(tiny: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name: path.read_bytes() for path in tiny.iterdir()}
-    hostile = ["../model.safetensors", "/model.safetensors", "a/config.json", "..\\config.json", "spill-staged.json"]
+    hostile = [
+        "model/../../x.safetensors",
+        "model\\..\\x.safetensors",
+        "../model.safetensors",
+        "/model.safetensors",
+        "a/config.json",
+        "..\\config.json",
+        "spill-staged.json",
+    ]
     store = OddStore({**files, **dict.fromkeys(hostile, b"x")})
     monkeypatch.setattr(staging, "open_store", lambda uri: store)
     model = models.resolve("hf:a/b", weights="odd://store", tick=tick, say=lambda line: None)

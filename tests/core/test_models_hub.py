@@ -205,11 +205,21 @@ def test_a_fetch_that_broke_off_is_not_a_model_and_is_continued(
         model = models.resolve("hf:org/name", tick=tick, say=lambda line: None)
         assert model is not None
         assert model.identity == identity_of(tiny)
-        # A file that went missing from the cache is fetched again.
-        (model.directory / "config.json").unlink()
-        assert models.resolve("hf:org/name", tick=tick, say=never, offline=True) is None
+
+
+def test_a_fetched_model_that_lost_a_file_or_a_part_of_one_is_fetched_again(
+    tiny: Path, hub_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(Hub(hub_files), monkeypatch):
+        for spoil in (Path.unlink, lambda path: path.resolve().write_bytes(b"{")):
+            model = models.resolve("hf:org/name", tick=tick, say=lambda line: None)
+            assert model is not None
+            assert model.identity == identity_of(tiny)
+            spoil(model.directory / "generation_config.json")
+            assert models.resolve("hf:org/name", tick=tick, say=never, offline=True) is None
         again = models.resolve("hf:org/name", tick=tick, say=lambda line: None)
-        assert again == model
+        assert again is not None
+        assert again.identity == identity_of(tiny)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +296,7 @@ def test_the_download_ends_when_its_parent_does(
             "org/name",
             "main",
             str(home),
+            "",
         ]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -49,7 +49,7 @@ class TestNumpyEngine(EngineContract):
         gradient = bench.gradient(bench.open(), arrays, rows)
         count = sum(int(one.mask.sum()) for one in rows)
         for name, by in gradient.items():
-            direction = by / np.linalg.norm(by)
+            direction = by.astype(np.float64) / np.linalg.norm(by)
             ahead, behind = (
                 sum(
                     bench.reference.losses(one, bench.spec, {**arrays, name: arrays[name] + s * direction}).sum()

@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers.utils.logging
 from attrs import evolve
+from safetensors.torch import load_file, save_file
 
 from spill.engine import AdapterSpec, Numerics, OpenEngine, Row, Target, Update
 from spill.errors import ModelError
@@ -40,9 +42,24 @@ class TestTorchCpu(EngineContract):
 
 
 class TestTorchCpuInBfloat16(TestTorchCpu):
-    """The same suite with a bfloat16 base. `nll` keeps its tolerance: it is float32 from bfloat16 weights."""
+    """The same suite with a bfloat16 base: rounding shows in steps, never in `nll`, whose tolerance stays."""
 
     dtype = "bfloat16"
+    step_tolerance = 1e-2
+    gradient_tolerance = 5e-2
+    generation_margin = 0.3
+
+    @pytest.fixture(autouse=True)
+    def _weights_that_bfloat16_can_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Else the suite's reference computes with other weights than the engine can have.
+        def rounded_model(directory: Path, **sizes: Any) -> Path:
+            path = tiny_model(directory, **sizes) / "model.safetensors"
+            tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
+            save_file(tensors, path, metadata={"format": "pt"})
+            return directory
+
+        for module in ("engine_base", "engine_training"):
+            monkeypatch.setattr(f"spill.testing.{module}.tiny_model", rounded_model)
 
 
 def open_here(model_dir: Path, spec: AdapterSpec, **numerics: object) -> TorchEngine:

@@ -23,7 +23,11 @@ def write_peft(directory: Path, state: TrainingState, spec: AdapterSpec, plan: P
         InputError: the directory exists and is not empty.
         StoreError: it cannot be written.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    try:
+        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    except OSError as error:
+        raise StoreError(f"cannot look into {directory}: {error.strerror or error}; give another --out") from error
+    if taken:
         raise InputError(f"{directory} is there already; give --out a folder that is new or empty")
     names = {name: f"{PEFT_PREFIX}{name}.weight" for name in state.adapter}
     weights = arrays.write_parts({names[name]: array for name, array in state.adapter.items()}, {"format": "pt"})
@@ -49,10 +53,13 @@ def write_peft(directory: Path, state: TrainingState, spec: AdapterSpec, plan: P
         }
         for name, parts in files.items():
             temporary = directory / f".{name}.{nonce()}"
-            with open(temporary, "xb") as file:
-                for part in parts:
-                    file.write(part)
-            os.replace(temporary, directory / name)
+            try:
+                with open(temporary, "xb") as file:
+                    for part in parts:
+                        file.write(part)
+                os.replace(temporary, directory / name)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"cannot write {directory}: {error.strerror or error}; give another --out") from error
     return [directory / name for name in files]

@@ -1,5 +1,6 @@
 """Making a plan from a folder, a model and settings, tokenizing the rows, and telling two plans apart."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ from attrs import fields, frozen
 
 from spill.engine import AdapterSpec, Row
 from spill.errors import InputError, PlanError, PluginError
-from spill.folder import EXAM, TRAINING, Folder, Settings
+from spill.folder import EXAM, TRAINING, Folder, Settings, shown
 from spill.models import Model, adapter_targets, default_learning_rate
 from spill.models.text import Text
 from spill.plugins import Registry
@@ -16,6 +17,7 @@ from spill.recipe import total_steps, warmup_steps
 from spill.records import Plan, Scalar, printable
 
 ANSWER_ROOM = 4
+DISTRIBUTION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,80}[A-Za-z0-9])?")
 
 
 @frozen(kw_only=True)
@@ -43,33 +45,58 @@ def prepare(model: Model, stop_ids: tuple[int, ...], folder: Folder, settings: S
             f"rank is {settings.rank}, but {smallest.name} has only {smallest.out_features} x {smallest.in_features} "
             "weights: give a lower --rank"
         )
-    rows: list[Row] = []
-    faults: list[str] = []
-    for training in folder.training:
-        prompt, answer = text.prompt(training.prompt), text.answer(training.answer)
-        tokens = np.concatenate([prompt, answer]).astype(np.int32)
-        if len(tokens) > settings.max_length:
-            faults.append(f"{TRAINING}:{training.line}: {len(tokens)} tokens, max_length is {settings.max_length}")
-            continue
-        mask = np.zeros(len(tokens), np.int32)
-        mask[len(prompt) :] = 1
-        rows.append(Row(tokens=tokens, mask=mask))
-    # One end token, and room for white space that the grading strips.
-    longest = max(len(text.answer(answer)) for row in folder.exam for answer in row.expected)
-    max_new_tokens = longest + ANSWER_ROOM
     window = model.config.get("max_position_embeddings")
-    if isinstance(window, int):
-        for exam in folder.exam:
-            length = max(len(text.prompt(exam.prompt, folder.instructions)), len(text.prompt(exam.prompt)))
-            if length + max_new_tokens > window:
-                faults.append(f"{EXAM}:{exam.line}: {length} tokens and an answer exceed the model's {window}")
+    room = window if type(window) is int else None
+    faults: list[str] = []
+    rows = _training_rows(folder, text, settings.max_length, room, faults)
+    max_new_tokens = _answer_limit(folder, text, faults)
+    for exam in folder.exam:
+        length = max(len(text.prompt(exam.prompt, folder.instructions)), len(text.prompt(exam.prompt)))
+        if room is not None and length + max_new_tokens > room:
+            faults.append(
+                f"{EXAM}:{exam.line}: {length} tokens and {max_new_tokens} for the answer, the model reads {room}"
+            )
     if faults:
         raise InputError(
-            f"{len(faults)} row{'s' * (len(faults) > 1)} too long; shorten them, or raise max_length where it is the "
-            "limit",
-            faults[:50],
+            f"{len(faults)} row{'s do' if len(faults) > 1 else ' does'} not fit the model; shorten what is too long, "
+            "or raise max_length where it is the limit",
+            shown(faults),
         )
     return Student(model=model, text=text, adapter=adapter, rows=tuple(rows), max_new_tokens=max_new_tokens)
+
+
+def _training_rows(folder: Folder, text: Text, max_length: int, room: int | None, faults: list[str]) -> list[Row]:
+    """The rows as tokens, prompt masked; `room` is how many tokens the model reads."""
+    rows: list[Row] = []
+    for training in folder.training:
+        try:
+            prompt, answer = text.prompt(training.prompt), text.answer(training.answer)
+        except InputError as error:
+            faults.append(f"{TRAINING}:{training.line}: {error.message}")
+            continue
+        tokens = np.concatenate([prompt, answer]).astype(np.int32)
+        if len(tokens) > max_length:
+            faults.append(f"{TRAINING}:{training.line}: {len(tokens)} tokens, max_length is {max_length}")
+        elif room is not None and len(tokens) > room:
+            faults.append(f"{TRAINING}:{training.line}: {len(tokens)} tokens, the model reads {room}")
+        else:
+            mask = np.zeros(len(tokens), np.int32)
+            mask[len(prompt) :] = 1
+            rows.append(Row(tokens=tokens, mask=mask))
+    return rows
+
+
+def _answer_limit(folder: Folder, text: Text, faults: list[str]) -> int:
+    """Most tokens of an exam's answer: the longest expected one, its end token, and room for white space that the
+    grading strips."""
+    longest = 0
+    for exam in folder.exam:
+        for answer in exam.expected:
+            try:
+                longest = max(longest, len(text.answer(answer)))
+            except InputError as error:
+                faults.append(f"{EXAM}:{exam.line}: {error.message}")
+    return longest + ANSWER_ROOM
 
 
 def make_plan(
@@ -85,11 +112,8 @@ def make_plan(
 
     Raises:
         PluginError: a stage that no plugin brings.
-        InputError: the stages do not fit together.
     """
     plugins = {name: registry.get("stage", name).plugin.distribution for name in settings.stages}
-    if "eval:tuned" in settings.stages and "tune" not in settings.stages[: settings.stages.index("eval:tuned")]:
-        raise InputError("stages lists eval:tuned without tune before it; put tune first or leave eval:tuned out")
     steps = total_steps(len(student.rows), settings.batch, settings.epochs)
     rate = settings.learning_rate
     if rate is None:
@@ -151,6 +175,8 @@ def _short(digest: str | None) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = ", ".join(map(str, value))
     return printable(value if isinstance(value, str) else repr(value))
 
 
@@ -159,7 +185,13 @@ def missing_stage_plugin(plan: Plan, registry: Registry) -> None:
     names = registry.named("stage")
     for stage in plan.stages:
         if stage not in names:
+            # What a state says is not to be trusted: only a distribution's name may stand in a command.
+            named = plan.plugins.get(stage, "")
+            hint = f"pip install {named}" if DISTRIBUTION.fullmatch(named) else "install the plugin that brings it"
+            broken = next((p for p in registry.plugins if p.cause and p.distribution == named), None)
+            if broken:
+                hint = f"{broken.label} is broken: {broken.cause} (`spill plugins` shows all of it)"
             raise PluginError(
-                f"the state has stage {printable(stage)!r} of {printable(plan.plugins.get(stage, '?'))}, which is not "
-                f"installed here: pip install {printable(plan.plugins.get(stage, '?'))}"
+                f"the state has a stage {printable(stage)!r} of {printable(named) or 'an unnamed plugin'}, and nothing "
+                f"installed here brings it: {hint}"
             )

@@ -14,10 +14,11 @@ installed wheels, and never imports an engine's library.
 """
 
 import importlib
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import pluggy
 from attrs import field, frozen
@@ -29,19 +30,25 @@ ENGINE_CONTRACT = 1
 STORE_CONTRACT = 1
 STAGE_CONTRACT = 1
 
+Dtype = Literal["float32", "bfloat16"]
+
 hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
 
 # Where a name that somebody may ask for can be had. Only used to say what to install.
 KNOWN_DISTRIBUTIONS = {
-    "torch-cpu": "spill-engine-torch",
-    "torch-cuda": "spill-engine-torch",
-    "torch-mps": "spill-engine-torch",
-    "mlx": "spill-engine-mlx",
-    "s3": "spill-store-cloud[s3]",
-    "gs": "spill-store-cloud[gs]",
-    "az": "spill-store-cloud[az]",
+    ("engine", "torch-cpu"): "spill-engine-torch",
+    ("engine", "torch-cuda"): "spill-engine-torch",
+    ("engine", "torch-mps"): "spill-engine-torch",
+    ("engine", "mlx"): "spill-engine-mlx",
+    ("store", "s3"): '"spill-store-cloud[s3]"',
+    ("store", "gs"): '"spill-store-cloud[gs]"',
+    ("store", "az"): '"spill-store-cloud[az]"',
 }
+
+# A name is typed, listed with commas, and printed.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]*")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @frozen(kw_only=True)
@@ -55,7 +62,7 @@ class Detection:
     available: bool
     rank: int
     reason: str
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
 
 
 @frozen(kw_only=True)
@@ -187,10 +194,9 @@ class Registry:
         Raises:
             PluginError: unknown, claimed twice, or of a contract that this core does not speak.
         """
-        names = self.named(kind)
-        claimants = names.get(name, [])
+        claimants = self.named(kind).get(name, [])
         if not claimants:
-            raise PluginError(self._unknown(kind, name, sorted(names)))
+            raise PluginError(self._unknown(kind, name))
         if len(claimants) > 1:
             raise PluginError(self._clash(kind, name, claimants))
         if not claimants[0].usable:
@@ -236,20 +242,36 @@ class Registry:
         who = ", ".join(f"{f.plugin.label} ({f.spec.target})" for f in claimants)
         return f"{kind} {name!r} is claimed by {len(claimants)} plugins: {who}; uninstall all but one of them"
 
-    @staticmethod
-    def _unknown(kind: str, name: str, known: Sequence[str]) -> str:
-        if name in KNOWN_DISTRIBUTIONS:
-            return f"{kind} {name!r} is not installed: pip install {KNOWN_DISTRIBUTIONS[name]!r}".replace("'", '"')
-        have = ", ".join(known) or "none"
-        return f"unknown {kind} {name!r}; installed: {have} (`spill plugins` lists every plugin)"
+    def _unknown(self, kind: str, name: str) -> str:
+        known = KNOWN_DISTRIBUTIONS.get((kind, name), "")
+        bringer = known.strip('"').partition("[")[0]
+        broken = [p.label for p in self.plugins if p.cause and (not known or p.distribution == bringer)]
+        if broken:
+            hint = f"{', '.join(broken)} may bring it, but is broken (`spill plugins` shows why)"
+        elif known:
+            return f"{kind} {name!r} is not installed: pip install {known}"
+        else:
+            hint = "`spill plugins` lists every plugin"
+        have = ", ".join(self.named(kind)) or "none"
+        return f"unknown {kind} {name!r}; installed: {have}; {hint}"
 
 
 def detect(spec: EngineSpec) -> Detection:
-    """An engine's own answer, guarded: a `detect` that raises counts as not available, with the reason."""
+    """An engine's own answer, guarded: a `detect` that fails counts as not available, with the reason."""
     try:
-        return spec.detect()
-    except Exception as error:
+        seen = spec.detect()
+        well_formed = (
+            isinstance(seen, Detection)
+            and (type(seen.available), type(seen.rank), type(seen.reason)) == (bool, int, str)
+            and seen.dtype in get_args(Dtype)
+        )
+        if not well_formed:
+            raise TypeError(f"it answered {seen!r:.80}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, it is no reason for the command line to end
         return Detection(available=False, rank=0, reason=f"detect failed: {_cause(error)}")
+    return seen
 
 
 def load_target(spec: Spec) -> Any:
@@ -260,55 +282,102 @@ def load_target(spec: Spec) -> Any:
     """
     module_name, _, attribute = spec.target.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (Exception, SystemExit) as error:
+        target = getattr(importlib.import_module(module_name), attribute)
+        if not callable(target):
+            raise TypeError(f"it is of type {type(target).__name__} and cannot be called")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginError(f"{spec.name!r} was chosen but {spec.target} cannot be loaded: {_cause(error)}") from error
+    return target
+
+
+def record_fault(kind: str, spec: object) -> str:
+    """What is wrong with a yielded record; empty where it is well-formed."""
+    record = KINDS[kind][1]
+    if not isinstance(spec, record):
+        return f"a {type(spec).__name__} was yielded, not a record {record.__name__}"
+    if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
+        return f"{spec.name!r:.40} is not a name of letters, digits and . _ : + -"
+    if not isinstance(spec.target, str) or not _TARGET.fullmatch(spec.target):
+        return f"{spec.name!r} has target {spec.target!r:.60}, not package.module:callable"
+    if type(spec.contract) is not int:
+        return f"{spec.name!r} has contract {spec.contract!r:.40}, not a whole number"
+    if not isinstance(spec.summary, str) or not spec.summary.isprintable():
+        return f"{spec.name!r} has a summary that is not one line of text"
+    if isinstance(spec, EngineSpec) and not callable(spec.detect):
+        return f"{spec.name!r} has a detect that cannot be called"
+    return ""
 
 
 def discover() -> Registry:
     """Load every entry point of the group, each in a guard of its own."""
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(Hooks)
-    entries = sorted(_entry_points(), key=lambda pair: (pair[0].name, pair[1].name))
-    return Registry([_load(manager, entry, distribution) for entry, distribution in entries])
+    plugins = [_load(entry, name, version) for entry, name, version in _entry_points()]
+    return Registry(sorted(plugins, key=lambda p: (p.name, p.distribution)))
 
 
-def _entry_points() -> Iterator[tuple[metadata.EntryPoint, metadata.Distribution]]:
+def _entry_points() -> Iterator[tuple[metadata.EntryPoint | Exception, str, str]]:
+    """Every entry point of the group, with its distribution's name and version; an Exception where a distribution's
+    entry points cannot be read."""
     seen: set[str] = set()
     for distribution in metadata.distributions():
+        entries: list[metadata.EntryPoint | Exception]
         # The entry points first: reading every installed package's name costs tenths of a second.
-        entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
-        if not entries or distribution.name in seen:  # a later copy on the path is shadowed by the first
+        try:
+            entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        except Exception as error:  # any package of this machine, most likely none of ours
+            if f"[{GROUP}]" not in _raw_entry_points(distribution):
+                continue
+            entries = [error]
+        if not entries:
             continue
-        seen.add(distribution.name)
+        name, version = _identity(distribution)
+        if name in seen:  # a later copy on the path is shadowed by the first
+            continue
+        seen.add(name)
         for entry in entries:
-            yield entry, distribution
+            yield entry, name, version
 
 
-def _load(manager: pluggy.PluginManager, entry: metadata.EntryPoint, distribution: metadata.Distribution) -> Plugin:
-    name, version = distribution.name, distribution.version
-    unique = f"{name}:{entry.name}"
+def _identity(distribution: metadata.Distribution) -> tuple[str, str]:
+    """Name and version, also where a half-removed package has lost its metadata."""
     try:
-        manager.register(entry.load(), name=unique)
-        others = [p for p in manager.get_plugins() if manager.get_name(p) != unique]
-        specs: list[tuple[str, Spec]] = []
-        for kind, (hook, record, _) in KINDS.items():
-            for yielded in manager.subset_hook_caller(hook, remove_plugins=others)():
+        name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    except Exception:
+        name, version = "", ""
+    return str(name or getattr(distribution, "_path", "a package without metadata")), str(version or "?")
+
+
+def _raw_entry_points(distribution: metadata.Distribution) -> str:
+    try:
+        return distribution.read_text("entry_points.txt") or ""
+    except Exception:
+        return ""
+
+
+def _load(entry: metadata.EntryPoint | Exception, distribution: str, version: str) -> Plugin:
+    """One plugin, in a manager of its own, so that nothing it registers reaches another's hooks."""
+    name = entry.name if isinstance(entry, metadata.EntryPoint) else "entry_points.txt"
+    specs: list[tuple[str, Spec]] = []
+    try:
+        if isinstance(entry, Exception):
+            raise entry
+        manager = pluggy.PluginManager(GROUP)
+        manager.add_hookspecs(Hooks)
+        manager.register(entry.load())
+        manager.check_pending()  # a misspelt hook would otherwise bring nothing, silently
+        for kind, (hook, _, _) in KINDS.items():
+            for yielded in getattr(manager.hook, hook)():
                 for spec in yielded:
-                    if not isinstance(spec, record):
-                        raise TypeError(f"{hook} yielded {type(spec).__name__}, not {record.__name__}")
+                    if fault := record_fault(kind, spec):
+                        raise TypeError(f"{hook}: {fault}")
                     specs.append((kind, spec))
-    except (Exception, SystemExit) as error:
-        if manager.has_plugin(unique):
-            manager.unregister(name=unique)
-        return Plugin(
-            name=entry.name,
-            distribution=name,
-            version=version,
-            cause=_cause(error),
-            trace="".join(traceback.format_exception(error)),
-        )
-    return Plugin(name=entry.name, distribution=name, version=version, specs=tuple(specs))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, and what extensions raise beside Exception
+        cause, trace = _cause(error), "".join(traceback.format_exception(error))
+        return Plugin(name=name, distribution=distribution, version=version, cause=cause, trace=trace)
+    return Plugin(name=name, distribution=distribution, version=version, specs=tuple(specs))
 
 
 def _cause(error: BaseException) -> str:

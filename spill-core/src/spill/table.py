@@ -1,6 +1,7 @@
 """The table of who made each stage, with scores beside a reference's, from commits alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import frozen
 
@@ -62,8 +63,8 @@ def score_text(record: StageRecord | None, finished_only: bool = False) -> str:
         return NOTHING
     if not record.finished:
         return f"{record.position}/{record.total}"
-    score = record.summary.get("score")
-    return f"{score:.3f}" if type(score) in (int, float) else NOTHING
+    score: Any = record.summary.get("score")  # from a state: it may be anything
+    return f"{score:.3f}" if type(score) in (int, float) and 0 <= score <= 1 else NOTHING
 
 
 def finished(commit: Commit) -> bool:

@@ -1,5 +1,6 @@
 """Using what a build made: asking the model, and exporting the adapter. Nothing here writes to the state."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,13 +36,11 @@ def _made(
     *, target: str, state: str | None, student: str | None, weights: str, registry: Registry, stop: StopRequest
 ) -> Made:
     place, store, head = find(target, state, registry)
+    for note in head.notes:
+        _tell(f"warning: {printable(note)}")
     plan = head.commit.plan
-    name = student or plan.student
-    if not student and place.directory and plan.student == "local":
-        name = load(place.directory).settings({}).student
-    if name == "local":
-        raise InputError("this build's student was a directory: give --student PATH")
-    model = models.resolve(name, weights=weights, tick=stop.tick, say=lambda line: None)
+    name = student or _recorded_student(place, plan)
+    model = models.resolve(name, weights=weights, tick=stop.tick, say=_tell)
     assert model is not None
     if model.identity != plan.model:
         raise PlanError(
@@ -57,6 +56,33 @@ def _made(
     return Made(place=place, plan=plan, model=model, adapter=spec, state=trained, instructions=folder.instructions)
 
 
+def _recorded_student(place: Place, plan: Plan) -> str:
+    """The student of a build whose user names none: the state's, but never a path that a state names."""
+    name = plan.student
+    if name == "local":
+        folder = load(place.directory) if place.directory else None
+        name = folder.settings({}).student if folder else name
+        if name == "local":
+            raise InputError("this build's student was a directory of another machine: give --student PATH")
+        return name
+    if models.names_directory(name):
+        raise InputError(f"the state names a directory as its student ({printable(name)}): give --student yourself")
+    if place.directory is None:
+        _tell(f"the state names its student: {printable(name)}")
+    return name
+
+
+def _tell(line: str) -> None:
+    """To standard error: standard output is for answers."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _no_tune(made: Made, otherwise: str) -> StateError:
+    if "tune" not in made.plan.stages:
+        return StateError(f"this build has no stage tune, so no adapter{otherwise}")
+    return StateError(f"the tune is not finished, there is no adapter yet: spill resume {made.place.again}{otherwise}")
+
+
 @contextmanager
 def open_answers(
     *, engine: str | None, base: bool, max_tokens: int, registry: Registry, stop: StopRequest, **where: Any
@@ -68,19 +94,23 @@ def open_answers(
     """
     made = _made(registry=registry, stop=stop, **where)
     if made.state is None and not base:
-        raise StateError(f"the tune is not finished: spill resume {made.place.again}, or ask with --base")
+        raise _no_tune(made, "; ask the untrained model with --base")
     spec = registry.engine(engine) if engine else registry.choose_engine()[0]
     text = Text.load(made.model.directory, models.stop_ids(made.model))
     opened = open_engine(spec, made.model.directory, made.adapter, Numerics(dtype=made.plan.dtype), stop.tick)
-    if made.state is not None and not base:
-        opened.import_state(made.state)
+    window = made.model.config.get("max_position_embeddings")
 
     def answer(prompt: str) -> str:
         tokens = text.prompt(prompt, made.instructions if base else "")
-        completion = next(iter(opened.generate([tokens], max_tokens, text.stop_ids, adapter=not base)))
+        if type(window) is int and len(tokens) >= window:
+            raise InputError(f"the prompt has {len(tokens)} tokens, the model reads {window}: shorten it")
+        room = min(max_tokens, window - len(tokens)) if type(window) is int else max_tokens
+        completion = next(iter(opened.generate([tokens], room, text.stop_ids, adapter=not base)))
         return printable(text.decode(completion.tokens), limit=10**6, keep_lines=True)
 
     try:
+        if made.state is not None and not base:
+            opened.import_state(made.state)
         yield answer
     finally:
         opened.close()
@@ -88,12 +118,14 @@ def open_answers(
 
 def export_adapter(*, out: str, registry: Registry, stop: StopRequest, **where: Any) -> list[str]:
     """Write the tuned adapter in PEFT's layout; lines for the user."""
-    from spill.export import write_peft
+    from spill.export import repository, write_peft
 
     made = _made(registry=registry, stop=stop, **where)
     if made.state is None:
-        raise StateError(f"the tune is not finished, there is no adapter yet: spill resume {made.place.again}")
+        raise _no_tune(made, "")
     files = write_peft(Path(out), made.state, made.adapter, made.plan)
+    known = repository(made.plan.student)
+    base = known if "/" in known else str(made.model.directory)
     return [f"wrote {path}" for path in files] + [
-        f"next: peft.PeftModel.from_pretrained(base, {str(out)!r}) with base {made.plan.student}"
+        f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({printable(base)!r}), {out!r})"
     ]

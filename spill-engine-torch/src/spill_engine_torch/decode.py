@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from attrs import frozen
-
 import torch
+from attrs import frozen
+from torch import Tensor
+
 from spill.engine import Completion, Int32, Tick
 from spill_engine_torch.layout import common_prefix
 from spill_engine_torch.model import CausalModel
-from torch import Tensor
 
 
 @frozen(kw_only=True)

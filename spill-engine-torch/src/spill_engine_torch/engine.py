@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 import transformers
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import torch
 from spill.engine import (
     AdapterSpec,
     Completion,
@@ -30,7 +31,6 @@ from spill_engine_torch.decode import BatchLimits, decode
 from spill_engine_torch.layout import LAYOUTS, PACKED, PADDED, Layout, micro_batches
 from spill_engine_torch.model import CausalModel
 from spill_engine_torch.state import DeviceState
-from torch import Tensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "mps": 2048}

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import torch
 from attrs import frozen
 from numpy.typing import NDArray
-
-import torch
-from spill.engine import Int32, Row
 from torch import Tensor
+
+from spill.engine import Int32, Row
 
 
 @frozen(kw_only=True, eq=False)

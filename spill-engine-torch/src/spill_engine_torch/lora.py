@@ -6,12 +6,11 @@ its own dtype, and in float32 where the input embedding is asked for float32.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-
-import torch
-from torch import Tensor, nn
 
 
 class Mode:

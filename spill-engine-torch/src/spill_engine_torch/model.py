@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-import torch
 from spill.engine import Target
 from spill.errors import ModelError
 from spill_engine_torch.layout import Laid
 from spill_engine_torch.lora import InputEmbedding, Linear, Mode, SelectingHead
-from torch import Tensor, nn
 
 
 class CausalModel:

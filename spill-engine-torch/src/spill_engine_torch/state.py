@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-import torch
 from spill.engine import AdapterSpec, Arrays, Float32, TrainingState, Update
-from torch import Tensor
 
 # Every array starts on a cache line, and the buffers end on a whole row of the norm's sum. The gaps hold zeros,
 # whose gradients are zero, so they stay zero.

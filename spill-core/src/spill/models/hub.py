@@ -1,5 +1,6 @@
 """Models from the hub: fetched once into the cache by a child process, which a stop can end at any moment."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from attrs import frozen
 
@@ -96,8 +98,7 @@ def _hub() -> Path:
 
 
 def _note(name: HubName) -> Path:
-    flat = f"{name.repository}@{name.revision}".replace("/", "--")
-    return _hub() / "fetched" / f"{flat}.json"
+    return _hub() / "fetched" / f"{quote(f'{name.repository}@{name.revision}', safe='@')}.json"
 
 
 def _run_child(name: HubName, tick: Tick, say: Callable[[str], None]) -> dict[str, Any]:
@@ -105,10 +106,12 @@ def _run_child(name: HubName, tick: Tick, say: Callable[[str], None]) -> dict[st
     cache.mkdir(parents=True, exist_ok=True)
     # No progress bars: they are for terminals, and ours are plain lines. -P: nothing is imported from the work folder.
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    # The library takes a file that is there for whole, so what was once fetched and is no longer whole is asked anew.
+    again = "again" if _note(name).exists() else ""
     command = [sys.executable, "-P", "-c", "from spill.models.hub import child; child()"]
     with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
-            [*command, name.repository, name.revision, str(cache)],
+            [*command, name.repository, name.revision, str(cache), again],
             stdin=subprocess.PIPE,
             stdout=answers,
             stderr=complaints,
@@ -144,14 +147,12 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, tick: Tick, say: Calla
 
 
 def _size(folder: Path) -> int:
-    """Bytes on disk below a folder. Files may vanish or be renamed meanwhile."""
+    """Bytes of the files below a folder; links count as little as they hold. Files may vanish meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            found = path.stat() if path.is_file() else None
-        except OSError:
-            continue
-        total += found.st_size if found is not None else 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
     return total
 
 
@@ -191,14 +192,14 @@ def child() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    repository, revision, cache = sys.argv[1:]
-    reply = _download(repository, revision, cache)
+    repository, revision, cache, again = sys.argv[1:]
+    reply = _download(repository, revision, cache, force=again == "again")
     sys.stdout.write(json.dumps(reply))
     sys.stdout.flush()
     os._exit(0)  # threads of the library are not waited for
 
 
-def _download(repository: str, revision: str, cache: str) -> dict[str, str]:
+def _download(repository: str, revision: str, cache: str, force: bool) -> dict[str, str]:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -210,7 +211,10 @@ def _download(repository: str, revision: str, cache: str) -> dict[str, str]:
         wanted = [file for file in listed if is_model_file(file)]
         if not any(file.endswith(".safetensors") for file in wanted):
             return {"kind": "weights", "cause": ", ".join(file for file in listed if file.endswith(PICKLES))}
-        snapshot = Path(snapshot_download(repository, revision=info.sha, cache_dir=cache, allow_patterns=wanted))
+        answer = snapshot_download(
+            repository, revision=info.sha, cache_dir=cache, allow_patterns=wanted, force_download=force
+        )
+        snapshot = Path(answer)
     except GatedRepoError as error:
         return {"kind": "gated", "cause": str(error)}
     except RepositoryNotFoundError as error:

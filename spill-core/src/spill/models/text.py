@@ -122,6 +122,8 @@ class Text:
             ModelError: the template fails, or refuses these messages.
             InputError: the messages are not Unicode text.
         """
+        for asked in (user, system):
+            _require_unicode(asked)
         messages = [{"role": "user", "content": user}]
         if system:
             messages.insert(0, {"role": "system", "content": system})
@@ -154,11 +156,15 @@ class Text:
         return named if named in self.stop_ids else self.stop_ids[0]
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def _require_unicode(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell, or a byte that is no UTF-8
         raise InputError(f"{printable(ascii(text), 60)} is not Unicode text: {error.reason}") from None
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    _require_unicode(text)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 

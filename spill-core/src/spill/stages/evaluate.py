@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-from spill.errors import StateError
+from spill.errors import PluginError, StateError
 from spill.folder import ExamRow
 from spill.stages import Journal, Progress, Snapshot, Work
 from spill.stages.tune import load_training_state
@@ -64,7 +64,9 @@ class Evaluation:
         )
         with closing(answers):  # type: ignore[type-var]
             for answer in answers:
-                index = pending[answer.index]
+                index = pending[answer.index] if 0 <= answer.index < len(pending) else -1
+                if index < 0 or index in self._done:
+                    raise PluginError(f"{self._work.name}: the engine answered prompt {answer.index} unasked")
                 output = self._work.text.decode(answer.tokens)
                 self._journal.add(
                     {
@@ -77,6 +79,11 @@ class Evaluation:
                 )
                 self._done.add(index)
                 yield Progress(position=self.position)
+        if self.position < limit:
+            raise PluginError(
+                f"{self._work.name}: the engine ended after {self.position} of {limit} rows; the last commit stands, "
+                "resume on another engine"
+            )
 
     def snapshot(self) -> Snapshot:
         objects, kept = self._journal.snapshot(finished=self.position == self.total)

@@ -48,7 +48,7 @@ class GenerationContract(EngineBase):
     @pytest.mark.parametrize("with_adapter", [True, False], ids=["adapter", "base"])
     def test_generation_is_greedy(self, bench: Bench, with_adapter: bool) -> None:
         arrays = adapter(bench.spec, 1)
-        cases = bench.greedy(arrays if with_adapter else None, COUNT, self.generation_margin)
+        cases = bench.greedy(1 if with_adapter else None, COUNT, self.generation_margin)
         engine = bench.open(untrained(bench.spec, arrays))
         found = self.completed(engine, prompts_of(cases), adapter=with_adapter)
         for case, (tokens, reason) in zip(cases, found, strict=True):
@@ -56,8 +56,8 @@ class GenerationContract(EngineBase):
             assert reason == "length", f"nothing stops this row, and it ended by {reason!r}"
 
     def test_every_stop_id_stops_and_none_is_returned(self, bench: Bench) -> None:
-        arrays = adapter(bench.spec, 2)
-        cases = bench.greedy(arrays, COUNT, self.generation_margin)
+        arrays = adapter(bench.spec, 1)
+        cases = bench.greedy(1, COUNT, self.generation_margin)
         engine = bench.open(untrained(bench.spec, arrays))
         stop_ids = sorted({case.tokens[1 + index] for index, case in enumerate(cases)})
         assert len(stop_ids) > 1, "the suite needs several stop ids"
@@ -68,7 +68,7 @@ class GenerationContract(EngineBase):
             assert reason == "stop", f"{case.tokens} was stopped by {stop_ids}, the reason is {reason!r}"
 
     def test_a_stop_id_that_comes_first_gives_no_tokens(self, bench: Bench) -> None:
-        case = bench.greedy(None, 3, self.generation_margin, prompts=1)[0]
+        case = bench.greedy(None, COUNT, self.generation_margin)[0]
         found = self.completed(bench.open(), [case.prompt], stop_ids=[case.tokens[0]])
         assert found == [([], "stop")], f"the first token is a stop id, and it gave {found}"
 
@@ -93,8 +93,8 @@ class GenerationContract(EngineBase):
 
     @pytest.mark.parametrize("size", [1, 2, 8, 40])
     def test_how_many_prompts_come_together_changes_nothing(self, bench: Bench, size: int) -> None:
-        arrays = adapter(bench.spec, 3)
-        cases = bench.greedy(arrays, COUNT, self.generation_margin)
+        arrays = adapter(bench.spec, 1)
+        cases = bench.greedy(1, COUNT, self.generation_margin)
         engine = bench.open(untrained(bench.spec, arrays))
         stop_ids = [cases[0].tokens[3]]
         alone = [self.completed(engine, [case.prompt], stop_ids=stop_ids)[0] for case in cases]
@@ -107,8 +107,8 @@ class GenerationContract(EngineBase):
         assert self.completed(bench.open(), []) == [], "an empty list of prompts has no completions"
 
     def test_closing_the_iterator_stops_the_work(self, bench: Bench) -> None:
-        state, ticker = trained(bench.spec, 4), Ticker()
-        cases = bench.greedy(state.adapter, COUNT, self.generation_margin)
+        state, ticker = trained(bench.spec, 1), Ticker()
+        cases = bench.greedy(1, COUNT, self.generation_margin)
         engine = bench.open(state, tick=ticker)
         prompts = prompts_of(cases) * 4
         whole = self.completed(engine, prompts)

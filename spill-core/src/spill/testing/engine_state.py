@@ -91,7 +91,7 @@ class StateContract(EngineBase):
 
     def test_what_is_given_is_only_read(self, bench: Bench) -> None:
         state, rows = trained(bench.spec, 12), mixed_rows()[:3]
-        given = [array for arrays in state.groups().values() for array in arrays.values()]
+        given: list[Any] = [array for arrays in state.groups().values() for array in arrays.values()]
         given += [array for one in rows for array in (one.tokens, one.mask)]
         before = [array.tobytes() for array in given]
         for array in given:

@@ -21,11 +21,10 @@ Float64 = NDArray[np.float64]
 
 @frozen(kw_only=True, eq=False)
 class Greedy:
-    """A prompt, the tokens that follow greedily, and by how much the least certain of them won, in logits."""
+    """A prompt and the tokens that follow greedily."""
 
     prompt: Int32
     tokens: list[int]
-    margin: float
 
 
 class Reference:
@@ -66,17 +65,17 @@ class Reference:
         return np.array([np.logaddexp.reduce(logits[i - 1]) - logits[i - 1, row.tokens[i]] for i in answers])
 
     def greedy(
-        self, prompt: Int32, count: int, spec: AdapterSpec, adapter: Mapping[str, NDArray[Any]] | None
-    ) -> Greedy:
-        """The `count` tokens that follow."""
+        self, prompt: Int32, count: int, margin: float, spec: AdapterSpec, adapter: Mapping[str, NDArray[Any]] | None
+    ) -> Greedy | None:
+        """The `count` tokens that follow; None where one of them wins by less than `margin` logits."""
         tokens: list[int] = []
-        margin = float("inf")
         for _ in range(count):
             logits = self.logits(np.array([*prompt, *tokens], np.int32), spec, adapter)[-1]
             second, first = np.sort(logits)[-2:]
-            margin = min(margin, float(first - second))
+            if first - second < margin:
+                return None
             tokens.append(int(logits.argmax()))
-        return Greedy(prompt=prompt, tokens=tokens, margin=margin)
+        return Greedy(prompt=prompt, tokens=tokens)
 
     def _norm(self, x: Float64, weight: Float64) -> Float64:
         scaled: Float64 = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + self._config["rms_norm_eps"]) * weight

@@ -1,0 +1,249 @@
+"""`gs://`: requests to Google Cloud Storage through gcsfs, and what their errors mean."""
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import logging
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+from spill.stores import Entry
+from spill_store_cloud.place import clean, library, parse
+from spill_store_cloud.store import CloudStore, Fault, Kind, Piece, Upload
+
+_RIGHTS = "the role Storage Object User (roles/storage.objectUser)"
+_HOW = "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login"
+
+
+def open_gs(uri: str) -> CloudStore:
+    """Open `gs://BUCKET/FOLDER`; credentials as google-auth finds them, `STORAGE_EMULATOR_HOST` as gcsfs reads it.
+
+    Raises:
+        InputError: a malformed URI.
+        PluginError: gcsfs is not installed.
+    """
+    place = parse(uri, "gs")
+    # Zonal buckets' own protocol costs an import of gRPC and, before an emulator, a minute's wait; it is not used here.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    for name in ("gcsfs", "google"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+    files = _one_try(library("gcsfs.core", "gs"))(
+        token="anon" if os.environ.get("STORAGE_EMULATOR_HOST") else None,
+        skip_instance_cache=True,
+        use_listings_cache=False,
+        session_kwargs={"timeout": library("aiohttp", "gs").ClientTimeout(total=None, sock_connect=10, sock_read=60)},
+    )
+    return CloudStore(place, GoogleBucket(files, place.bucket))
+
+
+def _one_try(core: Any) -> Any:
+    """gcsfs's file system with one try a request: `CloudStore` repeats them, and has to know which had no answer."""
+
+    class OneTry(core.GCSFileSystem):  # type: ignore[misc]
+        _request = core.GCSFileSystem._request.__wrapped__
+
+    return OneTry
+
+
+class NoBucket(Exception):
+    """The bucket is not there."""
+
+
+class GoogleBucket:
+    """One bucket; `files` is a `gcsfs.GCSFileSystem`."""
+
+    lanes = 1  # a resumable upload takes its parts in order
+    whole_size = 1024**2  # gcsfs hands a larger body to the event loop as one piece
+
+    def __init__(self, files: Any, bucket: str) -> None:
+        self._files = files
+        self._bucket = bucket
+
+    def put(self, key: str, data: bytes, exclusive: bool) -> None:
+        try:
+            self._files.pipe_file(
+                f"{self._bucket}/{key}",
+                data,
+                mode="create" if exclusive else "overwrite",
+                consistency="md5",
+                # Else the store itself keeps copies of what is publicly readable for an hour.
+                fixed_key_metadata={"cache_control": "no-store"},
+            )
+        except FileNotFoundError:
+            raise NoBucket from None
+
+    def begin(self, key: str, views: Sequence[memoryview]) -> Upload:
+        digest = hashlib.md5(usedforsecurity=False)
+        for view in views:
+            digest.update(view)
+        size = sum(v.nbytes for v in views)
+        tag = base64.b64encode(digest.digest()).decode()
+        try:
+            headers, _ = self._files.call(
+                "POST",
+                f"{self._files._location}/upload/storage/v1/b/{quote(self._bucket)}/o",
+                uploadType="resumable",
+                name=key,
+                json={"name": key, "md5Hash": tag, "cacheControl": "no-store"},
+                headers={"X-Upload-Content-Type": "application/octet-stream", "X-Upload-Content-Length": str(size)},
+            )
+        except FileNotFoundError:
+            raise NoBucket from None
+        return _Resumable(self._files, headers["Location"], size, tag)
+
+    def get(self, key: str, start: int, count: int, version: str) -> Piece:
+        # The version is a precondition, so that parts of two objects are never put together.
+        further = {"ifGenerationMatch": version} if version else {}
+        try:
+            headers, data = self._files.call(
+                "GET",
+                f"b/{quote(self._bucket)}/o/{quote(key, safe='')}",
+                alt="media",
+                headers={"Range": f"bytes={start}-{start + count - 1}"},
+                **further,
+            )
+        except FileNotFoundError:
+            self.page(key, "")  # a bucket that is not there gives the same answer: this one tells them apart
+            raise
+        except Exception as error:
+            if start == 0 and getattr(error, "code", None) == 416:
+                return Piece(data=b"", size=0, version="")  # nothing lies there to take a range of
+            raise
+        total = headers.get("Content-Range", "").rpartition("/")[2]
+        size = int(total) if total.isdigit() else len(data)
+        return Piece(data=data, size=size, version=headers.get("X-Goog-Generation", ""))
+
+    def page(self, prefix: str, after: str) -> tuple[list[Entry], str]:
+        further = {"pageToken": after} if after else {}
+        try:
+            _, text = self._files.call(
+                "GET",
+                f"b/{quote(self._bucket)}/o",
+                prefix=prefix,
+                fields="items(name,size,timeCreated),nextPageToken",
+                **further,
+            )
+        except FileNotFoundError:
+            raise NoBucket from None
+        answer = json.loads(text)
+        entries = [
+            Entry(
+                name=item["name"],
+                size=int(item.get("size", 0)),
+                modified=datetime.fromisoformat(item["timeCreated"]).timestamp(),
+            )
+            for item in answer.get("items", ())
+        ]
+        return entries, answer.get("nextPageToken", "")
+
+    def remove(self, key: str) -> None:
+        try:
+            self._files.call("DELETE", f"b/{quote(self._bucket)}/o/{quote(key, safe='')}")
+        except FileNotFoundError:
+            self.page(key, "")
+            raise
+
+    def judge(self, error: Exception) -> Fault:
+        if isinstance(error, NoBucket):
+            return _refused(f"there is no bucket {self._bucket!r} at {self._files._location}: create it, or correct --state")
+        if isinstance(error, FileNotFoundError):
+            return Fault(kind=Kind.ABSENT, reason="no such object")
+        if isinstance(error, FileExistsError):
+            return Fault(kind=Kind.TAKEN, reason="the name is taken")
+        code = getattr(error, "code", None)
+        if str(code).isdigit():
+            return self._judge_status(int(str(code)), clean(str(error)), error)
+        return self._judge_library(error)
+
+    def _judge_status(self, status: int, says: str, error: Exception) -> Fault:
+        if status in (408, 409, 429, 503):
+            return Fault(kind=Kind.BUSY, reason=f"the store is busy ({says or status})")
+        if status >= 500:
+            return Fault(kind=Kind.SILENT, reason=f"the store failed ({says or status})")
+        if status == 401:
+            if "reasonable timeframe" in str(error.__cause__):
+                return _refused("the key was refused for its time: this machine's clock is off, set it")
+            return _refused(f"the credentials are wrong or have expired ({says}): {_HOW}")
+        return _refused(says or f"status {status}")
+
+    def _judge_library(self, error: Exception) -> Fault:
+        """Errors without a status: of gcsfs, of google-auth, of the connection."""
+        import aiohttp
+        import requests
+        from gcsfs.retry import ChecksumError
+        from google.auth import exceptions as auth
+
+        says = clean(str(error))
+        if isinstance(error, OSError) and str(error).startswith("Forbidden"):
+            return _refused(f"no right to do that ({says}): the account needs {_RIGHTS} on {self._bucket!r}; {_HOW}")
+        if isinstance(error, auth.TransportError | ChecksumError):
+            return Fault(kind=Kind.SILENT, reason=says)
+        if isinstance(error, auth.GoogleAuthError):
+            return _refused(f"the credentials cannot be used ({says}): {_HOW}")
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return _refused(f"the certificate is not trusted: {says}")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return Fault(kind=Kind.BUSY, reason=says)
+        broken = aiohttp.ClientError | asyncio.TimeoutError | ConnectionError | requests.exceptions.RequestException
+        if isinstance(error, broken):
+            return Fault(kind=Kind.SILENT, reason=f"the connection broke off ({says or type(error).__name__})")
+        return _refused(f"{type(error).__name__}: {says}")
+
+
+class _Resumable:
+    """A resumable upload. After a failure the store is asked how much it has before anything is sent again."""
+
+    def __init__(self, files: Any, location: str, size: int, tag: str) -> None:
+        self._files = files
+        self._location = location
+        self._size = size
+        self._tag = tag
+        self._doubt = False
+        self._made: dict[str, Any] | None = None
+
+    def send(self, number: int, start: int, data: bytes) -> None:
+        end = start + len(data)
+        received = self._received() if self._doubt else start
+        if received < start:
+            raise UploadLost(f"the store has {received} bytes of an upload of which it had {start}")
+        self._doubt = True
+        while received < end and self._made is None:
+            received = self._put(f"bytes {received}-{end - 1}/{self._size}", data[received - start :])
+        self._doubt = False
+
+    def finish(self) -> int:
+        if self._made is None and self._received() < self._size:
+            raise UploadLost("the store lacks a part that it said it had")
+        assert self._made is not None
+        if self._made.get("md5Hash", self._tag) != self._tag:
+            raise UploadLost("the store has other bytes than were sent")
+        return int(self._made.get("size", -1))
+
+    def abandon(self) -> None:
+        if self._made is None:
+            self._files.call("DELETE", self._location)
+
+    def _received(self) -> int:
+        return self._put(f"bytes */{self._size}", b"")
+
+    def _put(self, span: str, data: bytes) -> int:
+        """How many bytes the store has now; all of them are there when it describes the object it made."""
+        headers, text = self._files.call("PUT", self._location, headers={"Content-Range": span}, data=io.BytesIO(data))
+        if text:
+            self._made = json.loads(text)
+            return self._size
+        last = headers.get("Range", "").rpartition("-")[2]
+        return int(last) + 1 if last.isdigit() else 0
+
+
+class UploadLost(Exception):
+    """A large upload cannot be continued."""
+
+
+def _refused(reason: str) -> Fault:
+    return Fault(kind=Kind.REFUSED, reason=reason)

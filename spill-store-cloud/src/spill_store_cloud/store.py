@@ -1,0 +1,353 @@
+"""The store contract over any bucket: retries with a bound, lost replies, parts of large objects, limits of reads.
+
+A provider's module brings a `Bucket`: single requests without retries, and `judge`, which says what an error means.
+Everything that follows from that is decided here, once.
+"""
+
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
+from typing import Protocol, TypeVar
+
+from attrs import define, field, frozen
+
+from spill.environment import nonce, seconds, sleep
+from spill.errors import StoreError
+from spill.stores import Absent, Buffer, Entry, Exists, Unanswered, Unreadable
+from spill_store_cloud.place import Place
+
+PART_SIZE = 16 * 1024**2  # a multiple of 256 KiB, as GCS asks; 10,000 parts, as S3 allows, are 160 GB
+PATIENCE_SECONDS = 300.0
+QUIET_SECONDS = 3.0
+SAY_EVERY_SECONDS = 30.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+READ_RESTARTS = 5
+
+T = TypeVar("T")
+
+
+class Kind(Enum):
+    """What an error means for what was asked."""
+
+    ABSENT = auto()  # there is no such object
+    TAKEN = auto()  # the name of an exclusive create is not free
+    MOVED = auto()  # the object was replaced while it was read
+    BUSY = auto()  # the store says that it did nothing: ask again
+    SILENT = auto()  # no answer, or none that says what was done: ask again
+    REFUSED = auto()  # asking again does not help
+
+
+@frozen(kw_only=True)
+class Fault:
+    """A judged error. `reason` is one line: what was found and, where asking again does not help, what to do."""
+
+    kind: Kind
+    reason: str
+
+
+@frozen(kw_only=True)
+class Piece:
+    """Bytes of an object from some offset on; `size` is the whole object's, `version` names what was read."""
+
+    data: bytes
+    size: int
+    version: str
+
+
+class Upload(Protocol):
+    """An object on its way in parts. It does not exist before `finish` returns."""
+
+    def send(self, number: int, start: int, data: bytes) -> None:
+        """Bring part `number` (from 0), which starts at byte `start`. May be called again after a failure."""
+        ...
+
+    def finish(self) -> int:
+        """Make the object. Returns the size that the store says it has. May be called again after a failure."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up; nothing is to be seen of it."""
+        ...
+
+
+class Bucket(Protocol):
+    """Single requests to one bucket, each without retries. Keys are whole names in the bucket.
+
+    Each method may raise anything; `judge` says what it means. `lanes` is how many parts may be on their way at once,
+    `whole_size` how many bytes at most go up in one request.
+    """
+
+    lanes: int
+    whole_size: int
+
+    def put(self, key: str, data: bytes, exclusive: bool) -> None: ...
+
+    def begin(self, key: str, views: Sequence[memoryview]) -> Upload: ...
+
+    def get(self, key: str, start: int, count: int, version: str) -> Piece:
+        """Up to `count` (at least 1) bytes from `start` on; with a version, of that version or none."""
+        ...
+
+    def page(self, prefix: str, after: str) -> tuple[list[Entry], str]:
+        """Objects by whole keys, and the mark to ask for the next page with; empty after the last."""
+        ...
+
+    def remove(self, key: str) -> None: ...
+
+    def judge(self, error: Exception) -> Fault: ...
+
+
+class _Short(Exception):
+    """A reply that ended before its time."""
+
+
+class CloudStore:
+    """A folder of a bucket as a store; safe to use from several threads. See `spill.stores.Store`."""
+
+    def __init__(self, place: Place, bucket: Bucket) -> None:
+        self.uri = place.uri
+        self.patience_seconds = PATIENCE_SECONDS
+        self._folder = place.folder
+        self._bucket = bucket
+
+    def create(self, name: str, data: bytes) -> None:
+        if not data:
+            raise ValueError("an exclusive create of an empty object cannot be told from none on some stores")
+        key = self._key(name)
+        try:
+            self._ask("write", name, lambda: self._bucket.put(key, bytes(data), True))
+        except Absent:
+            raise self._vanished(name) from None
+
+    def write(self, name: str, parts: Sequence[Buffer]) -> None:
+        key = self._key(name)
+        views = [memoryview(p).cast("B") for p in parts if memoryview(p).nbytes]
+        try:
+            if sum(v.nbytes for v in views) <= self._bucket.whole_size:
+                data = b"".join(views)
+                self._ask("write", name, lambda: self._bucket.put(key, data, False))
+            else:
+                self._upload(name, key, views)
+        except Absent:
+            raise self._vanished(name) from None
+
+    def read(self, name: str, limit: int) -> bytes:
+        key = self._key(name)
+        for _ in range(READ_RESTARTS):
+            first = self._get(name, key, 0, min(limit + 1, PART_SIZE), "")
+            if first.size > limit:
+                raise Unreadable(f"{name} has {first.size} bytes, at most {limit} are possible")
+            try:
+                return self._rest(name, key, first)
+            except _Moved:
+                continue  # it was replaced meanwhile: the new one, from its start
+        raise StoreError(f"cannot read {self.uri}/{name}: it is replaced faster than it can be read; run again")
+
+    def list(self, prefix: str) -> list[Entry]:
+        top = self._folder + "/"
+        entries: list[Entry] = []
+        after = ""
+        while True:
+            ask = after
+            try:
+                found, after = self._ask("list", prefix, lambda: self._bucket.page(top + prefix, ask))
+            except Absent:
+                raise self._vanished(prefix) from None
+            for entry in found:
+                # Consoles and file-system views of a bucket mark folders by objects whose names end in a slash.
+                if not entry.name.endswith("/"):
+                    entries.append(
+                        Entry(name=entry.name.removeprefix(top), size=entry.size, modified=entry.modified)
+                    )
+            if not after:
+                return sorted(entries, key=lambda e: e.name)
+
+    def delete(self, name: str) -> None:
+        key = self._key(name)
+        try:
+            self._ask("delete", name, lambda: self._bucket.remove(key))
+        except Absent:
+            return
+
+    def _key(self, name: str) -> str:
+        pieces = name.split("/")
+        if "" in pieces or "." in pieces or ".." in pieces or "\\" in name or not name.isprintable():
+            raise ValueError(f"not a name below the store: {name!r}")
+        return f"{self._folder}/{name}"
+
+    def _vanished(self, name: str) -> StoreError:
+        return StoreError(f"{self.uri}/{name}: the store answers that there is no such place; is the bucket still there?")
+
+    def _get(self, name: str, key: str, start: int, count: int, version: str) -> Piece:
+        def ask() -> Piece:
+            piece = self._bucket.get(key, start, count, version)
+            if len(piece.data) < min(count, piece.size - start):
+                raise _Short(f"{len(piece.data)} bytes came where {min(count, piece.size - start)} were asked for")
+            return piece
+
+        return self._ask("read", name, ask)
+
+    def _rest(self, name: str, key: str, first: Piece) -> bytes:
+        """The whole object, of whose beginning `first` is. Parts go to their place as they come."""
+        have = len(first.data)
+        if have >= first.size:
+            return first.data[: first.size]
+        whole = io.BytesIO()  # its value is handed over without a copy
+        whole.write(first.data)
+        starts = range(have, first.size, PART_SIZE)
+        with ThreadPoolExecutor(self._bucket.lanes) as pool:
+            for piece in _in_order(
+                pool,
+                self._bucket.lanes,
+                (lambda s=start: self._get(name, key, s, PART_SIZE, first.version) for start in starts),
+            ):
+                whole.write(piece.data)
+        return whole.getvalue()
+
+    def _upload(self, name: str, key: str, views: Sequence[memoryview]) -> None:
+        size = sum(v.nbytes for v in views)
+        upload = self._ask("write", name, lambda: self._bucket.begin(key, views))
+        patience = self._patience()
+        try:
+            with ThreadPoolExecutor(self._bucket.lanes) as pool:
+                sends = (
+                    lambda n=number, s=number * PART_SIZE, d=data: self._ask(
+                        "write", name, lambda: upload.send(n, s, d), patience
+                    )
+                    for number, data in enumerate(_slices(views))
+                )
+                for _ in _in_order(pool, self._bucket.lanes, sends):
+                    pass
+            found = self._ask("write", name, upload.finish, patience)
+        except BaseException:
+            try:
+                upload.abandon()
+            except Exception:  # what is left of it is not seen, and swept by the store's rule for unfinished uploads
+                pass
+            raise
+        if found != size:
+            raise StoreError(f"{self.uri}/{name} has {found} bytes at the store, {size} were sent; run again")
+
+    def _patience(self) -> "_Patience":
+        return _Patience(uri=self.uri, limit=self.patience_seconds)
+
+    def _ask(self, verb: str, name: str, call: Callable[[], T], patience: "_Patience | None" = None) -> T:
+        """Ask until there is an answer, or patience ends.
+
+        Raises:
+            Absent, Exists, _Moved: as judged.
+            Unanswered: it changes something, and it is not known whether that was done.
+            StoreError: refused, or no success for too long.
+        """
+        patience = patience or self._patience()
+        unsure = False
+        attempt = 0
+        while True:
+            try:
+                answer = call()
+            except Exception as error:  # of any kind: each library has its own, and lets those of others through
+                fault = self._judge(error)
+                if fault.kind is Kind.ABSENT:
+                    raise Absent(name) from None
+                if fault.kind is Kind.TAKEN:
+                    raise Exists(name) from None
+                if fault.kind is Kind.MOVED:
+                    raise _Moved from None
+                what = f"cannot {verb} {self.uri}/{name}: {fault.reason}"
+                if fault.kind is Kind.REFUSED:
+                    raise StoreError(what) from error
+                unsure |= fault.kind is Kind.SILENT
+                if not patience.pause(fault.reason, attempt):
+                    end = f"{what}; nothing succeeded in {patience.limit:.0f} s of trying: run again, the last commit stands"
+                    raise (Unanswered if unsure and verb in ("write", "delete") else StoreError)(end) from error
+                attempt += 1
+            else:
+                patience.succeeded()
+                return answer
+
+    def _judge(self, error: Exception) -> Fault:
+        if isinstance(error, _Short):
+            return Fault(kind=Kind.SILENT, reason=f"the connection broke off ({error})")
+        return self._bucket.judge(error)
+
+
+class _Moved(Exception):
+    """The object was replaced while it was read."""
+
+
+@define
+class _Patience:
+    """How long one operation has gone without a success, and what was said about it. Shared by the parts of one object."""
+
+    uri: str
+    limit: float
+    _since: float = field(factory=seconds)
+    _said: bool = False
+
+    def pause(self, reason: str, attempt: int) -> bool:
+        """Wait before asking again; False when that has gone on for too long."""
+        gone = seconds() - self._since
+        if gone >= self.limit:
+            return False
+        if gone >= QUIET_SECONDS:
+            self._said |= say(f"{self.uri}: {reason}; trying again for up to {self.limit - gone:.0f} s")
+        jitter = 0.5 + int(nonce(), 16) / 2**65
+        pause = min(FIRST_PAUSE * 2 ** min(attempt, 10), LONGEST_PAUSE) * jitter
+        sleep(min(pause, max(0.0, self.limit - gone)))
+        return True
+
+    def succeeded(self) -> None:
+        if self._said:
+            say(f"{self.uri}: answers again after {seconds() - self._since:.0f} s", always=True)
+        self._since, self._said = seconds(), False
+
+
+_saying = threading.Lock()
+_last_said = -SAY_EVERY_SECONDS
+
+
+def say(line: str, *, always: bool = False) -> bool:
+    """One line on standard error, at most every 30 s unless `always`. Returns whether it was said."""
+    global _last_said
+    with _saying:
+        now = seconds()
+        if not always and now - _last_said < SAY_EVERY_SECONDS:
+            return False
+        if not always:
+            _last_said = now
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+        return True
+
+
+def _slices(views: Sequence[memoryview]) -> Iterator[bytes]:
+    """The concatenation of the views in parts of `PART_SIZE`, the last one shorter. One part at a time is copied."""
+    part = bytearray()
+    for view in views:
+        while view.nbytes:
+            taken = view[: PART_SIZE - len(part)]
+            part += taken
+            view = view[taken.nbytes :]
+            if len(part) == PART_SIZE:
+                yield bytes(part)
+                part = bytearray()
+    if part:
+        yield bytes(part)
+
+
+def _in_order(pool: ThreadPoolExecutor, lanes: int, calls: Iterator[Callable[[], T]]) -> Iterator[T]:
+    """Results in the order of the calls, at most `lanes` of them under way, so that memory stays bounded."""
+    running: list[Future[T]] = []
+    try:
+        for call in calls:
+            running.append(pool.submit(call))
+            if len(running) >= lanes:
+                yield running.pop(0).result()
+        while running:
+            yield running.pop(0).result()
+    finally:
+        for future in running:
+            future.cancel()

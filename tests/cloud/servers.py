@@ -193,9 +193,7 @@ def fake_gcs() -> Iterator[Server]:
         body = json.dumps({"name": BUCKET}).encode()
         request = urllib.request.Request(f"{url}/storage/v1/b?project=test", body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=10).close()
-        yield Server(
-            scheme="gs", host="127.0.0.1", port=port, environment=lambda at: {"STORAGE_EMULATOR_HOST": at}
-        )
+        yield Server(scheme="gs", host="127.0.0.1", port=port, environment=lambda at: {"STORAGE_EMULATOR_HOST": at})
 
 
 @contextlib.contextmanager
@@ -219,8 +217,6 @@ def azurite() -> Iterator[Server]:
     with folder() as path, process(command, url, stop=signal.SIGTERM, cwd=path):
         from azure.storage.blob import BlobServiceClient
 
-        with BlobServiceClient.from_connection_string(
-            environment(url)["AZURE_STORAGE_CONNECTION_STRING"]
-        ) as client:
+        with BlobServiceClient.from_connection_string(environment(url)["AZURE_STORAGE_CONNECTION_STRING"]) as client:
             client.create_container(BUCKET)
         yield Server(scheme="az", host="127.0.0.1", port=port, environment=environment)

@@ -4,18 +4,22 @@
 compute dtype. Each of the rest has one fault that a handover must find.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
-from spill.engine import AdapterSpec, Completion, Facts, Float32, Int32, Numerics, Row, Tick, TrainingState
+from spill.engine import AdapterSpec, Facts, Float32, Numerics, Row, StepResult, Tick, TrainingState, Update
 from spill.plugins import Detection, EngineSpec, hookimpl
 from spill.testing.numpy_engine import NumpyEngine
 from spill.testing.numpy_engine import open_engine as open_numpy
 
-NAMES = ("other", "louder", "forgetful", "transposed", "otherbase", "echo")
+NAMES = ("other", "louder", "forgetful", "transposed", "otherbase", "stuck")
 
 
 @hookimpl
@@ -71,17 +75,12 @@ class OtherBase(Other):
     """Reads another rotary base out of the same config."""
 
 
-class Echo(Other):
-    """Answers every prompt with the letters that make `yes`, then stops."""
+class Stuck(Other):
+    """Hangs in its first step and never calls tick."""
 
-    def generate(
-        self, prompts: Sequence[Int32], max_new_tokens: int, stop_ids: Sequence[int], adapter: bool = True
-    ) -> Iterator[Completion]:
-        import numpy as np
-
-        for index in range(len(prompts)):
-            self._tick()
-            yield Completion(index=index, tokens=np.frombuffer(b"yes", np.uint8).astype(np.int32), reason="stop")
+    def step(self, batch: Sequence[Row], update: Update) -> StepResult:
+        time.sleep(600)
+        raise AssertionError("nobody waits that long")
 
 
 def _open(kind: type[Other], model_dir: Path, adapter: AdapterSpec, numerics: Numerics, tick: Tick) -> Other:
@@ -109,15 +108,11 @@ def open_transposed(**how: Any) -> Other:
     return _open(Transposed, **how)
 
 
-def open_echo(**how: Any) -> Other:
-    return _open(Echo, **how)
+def open_stuck(**how: Any) -> Other:
+    return _open(Stuck, **how)
 
 
 def open_otherbase(*, model_dir: Path, **how: Any) -> Other:
-    import json
-    import shutil
-    import tempfile
-
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(model_dir, copy, dirs_exist_ok=True)
         path = Path(copy) / "config.json"

@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         if hub.answer in FAILURES:
             status, code = FAILURES[hub.answer]
             self.send(status, b"{}", **{"X-Error-Code": code})
-        elif path == "/api/models/org/name/revision/main":
+        elif path in ("/api/models/org/name/revision/main", f"/api/models/org/name/revision/{SHA}"):
             info = {"id": "org/name", "sha": SHA, "siblings": hub.listing(), "private": False, "tags": []}
             self.send(200, json.dumps(info).encode())
         elif path == f"/api/models/org/name/tree/{SHA}":

@@ -104,7 +104,10 @@ def watch(
                 )
             waited = environment.seconds() - begun
             if age > DEAD_SECONDS or waited > DEAD_SECONDS:
-                say(f"{who} has not been alive for {max(age, waited):.0f} s: going on from its last commit")
+                say(
+                    f"{who} has not been alive for {max(age, waited):.0f} s; it was at {_where(first, commit)}, what it "
+                    f"did since {_committed(commit)} is done again"
+                )
                 return
             if not told:
                 say(

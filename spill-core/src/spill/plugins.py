@@ -312,7 +312,7 @@ def record_fault(kind: str, spec: object) -> str:
 
 def discover() -> Registry:
     """Load every entry point of the group, each in a guard of its own."""
-    plugins = [_load(entry, name, version) for entry, name, version in _entry_points()]
+    plugins = [load_plugin(entry, name, version) for entry, name, version in _entry_points()]
     return Registry(sorted(plugins, key=lambda p: (p.name, p.distribution)))
 
 
@@ -355,7 +355,7 @@ def _raw_entry_points(distribution: metadata.Distribution) -> str:
         return ""
 
 
-def _load(entry: metadata.EntryPoint | Exception, distribution: str, version: str) -> Plugin:
+def load_plugin(entry: metadata.EntryPoint | Exception, distribution: str, version: str) -> Plugin:
     """One plugin, in a manager of its own, so that nothing it registers reaches another's hooks."""
     name = entry.name if isinstance(entry, metadata.EntryPoint) else "entry_points.txt"
     specs: list[tuple[str, Spec]] = []

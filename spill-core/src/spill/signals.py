@@ -2,8 +2,8 @@
 
 import os
 import signal
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,8 +23,12 @@ class StopRequest:
         self._fenced = ""
         self.unit_seconds = 0.0  # the longest unit so far: what a stop may have to wait for
         self._held = 0
+        self._bell = -1  # where the handler wakes the watchdog
 
     def install(self) -> None:
+        """Set the handlers. The watchdog starts now, since a handler may interrupt whatever starts a thread."""
+        ears, self._bell = os.pipe()
+        threading.Thread(target=self._watch, args=(ears,), name="watchdog", daemon=True).start()
         for number in EXIT_CODES:
             signal.signal(number, self._handle)
 
@@ -63,24 +67,19 @@ class StopRequest:
                 _leave("stopped at once; the last commit stands", EXIT_CODES[signal.SIGINT])
             return
         self.asked = signal.Signals(number)
-        self._watch(max(GRACE_SECONDS, self.unit_seconds * 2))
+        os.write(self._bell, b"!")
 
-    def _watch(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._expire)
-        timer.daemon = True
-        timer.start()
-
-    def _expire(self) -> None:
+    def _watch(self, ears: int) -> None:
+        os.read(ears, 1)
+        time.sleep(max(GRACE_SECONDS, self.unit_seconds * 2))
         if self._held:
             # A slow store is still taking the commit: cutting it short would lose what it is there to keep.
-            timer = threading.Timer(SAVING_SECONDS, _leave, ("the store took too long", self.exit_code))
-            timer.daemon = True
-            timer.start()
-            return
+            time.sleep(SAVING_SECONDS)
+            _leave("the store took too long; the last commit stands", self.exit_code)
         _leave("no place to stop was reached in time; the last commit stands", self.exit_code)
 
 
 def _leave(text: str, code: int) -> None:
-    sys.stderr.write(f"\nspill: {text}\n")
-    sys.stderr.flush()
+    # Not through sys.stderr: it refuses to be entered again by a handler that interrupted a write.
+    os.write(2, f"\nspill: {text}\n".encode())
     os._exit(code)

@@ -84,9 +84,7 @@ class TorchEngine:
             raise ValueError(f"compute dtype {numerics.dtype!r} is unknown; known: {', '.join(_DTYPES)}")
         self._device = device
         self._tick = tick
-        tick()
-        self._model = CausalModel(model_dir, _DTYPES[numerics.dtype], device)
-        tick()
+        self._model = CausalModel(model_dir, _DTYPES[numerics.dtype], device, tick)
         self._state = DeviceState(adapter, device)
         for target in adapter.targets:
             a, b = (self._state.parameters[f"{target.name}.lora_{side}"] for side in "AB")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from spill.engine import Target
+from spill.engine import Target, Tick
 from spill.errors import ModelError
 from spill_engine_torch.layout import Laid
 from spill_engine_torch.lora import InputEmbedding, Linear, Mode, SelectingHead
@@ -21,13 +21,20 @@ from spill_engine_torch.lora import InputEmbedding, Linear, Mode, SelectingHead
 class CausalModel:
     """Frozen weights on a device, in their own dtype or answering in float32, with or without adapters."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the base.
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, tick: Tick) -> None:
+        """Load the base, calling `tick` before it, and before every tensor is read.
 
         Raises:
             ModelError: the files cannot be read as a causal language model, or lack weights that it needs.
         """
-        self._model = _load(model_dir, dtype).to(device).eval().requires_grad_(False)
+        tick()
+        self._model = _load(model_dir, dtype).eval().requires_grad_(False)
+        for parameter in self._model.parameters():
+            tick()
+            # Loaded tensors are views of the mapped file. A copy survives what happens to the file, and begins on a
+            # cache line wherever the file's header ends: matrix products round by how their factors are aligned.
+            parameter.data = parameter.data.to(device, copy=True)
+        self._model.to(device)
         self.dtype = dtype
         self.device = device
         self.config = self._model.config.get_text_config(decoder=True)

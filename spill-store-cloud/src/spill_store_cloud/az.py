@@ -1,7 +1,6 @@
 """`az://`: requests to Azure Blob Storage through adlfs, and what their errors mean."""
 
 import asyncio
-import io
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -53,8 +52,7 @@ class AzureContainer:
         self._container = container
 
     def put(self, key: str, data: bytes, exclusive: bool) -> None:
-        upload = self.blob(key).upload_blob
-        self.run(upload, io.BytesIO(data), length=len(data), overwrite=not exclusive, validate_content=True)
+        self.run(self.blob(key).upload_blob, data, overwrite=not exclusive, validate_content=True)
 
     def begin(self, key: str, views: Sequence[memoryview]) -> Upload:
         return _Blocks(self, key)
@@ -122,7 +120,9 @@ class AzureContainer:
         if code == "BlobNotFound" or (status == 404 and not code):
             return Fault(kind=Kind.ABSENT, reason=named)
         if code == "ContainerNotFound":
-            return _refused(f"there is no container {self._container!r} at {self._where()}: create it, or correct --state")
+            return _refused(
+                f"there is no container {self._container!r} at {self._where()}: create it, or correct --state"
+            )
         if code == "BlobAlreadyExists":
             return Fault(kind=Kind.TAKEN, reason=named)
         if status in (412, 304):

@@ -12,6 +12,8 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
+from fsspec.asyn import sync
+
 from spill.stores import Entry
 from spill_store_cloud.place import clean, library, parse
 from spill_store_cloud.store import CloudStore, Fault, Kind, Piece, Upload
@@ -150,7 +152,11 @@ class GoogleBucket:
 
     def judge(self, error: Exception) -> Fault:
         if isinstance(error, NoBucket):
-            return _refused(f"there is no bucket {self._bucket!r} at {self._files._location}: create it, or correct --state")
+            return _refused(
+                f"there is no bucket {self._bucket!r} at {self._files._location}: create it, or correct --state"
+            )
+        if isinstance(error, UploadLost):
+            return _refused(str(error))
         if isinstance(error, FileNotFoundError):
             return Fault(kind=Kind.ABSENT, reason="no such object")
         if isinstance(error, FileExistsError):
@@ -195,6 +201,10 @@ class GoogleBucket:
         return _refused(f"{type(error).__name__}: {says}")
 
 
+class UploadLost(Exception):
+    """A large upload cannot be continued."""
+
+
 class _Resumable:
     """A resumable upload. After a failure the store is asked how much it has before anything is sent again."""
 
@@ -208,41 +218,44 @@ class _Resumable:
 
     def send(self, number: int, start: int, data: bytes) -> None:
         end = start + len(data)
-        received = self._received() if self._doubt else start
+        received = self._put("*", b"") if self._doubt else start
         if received < start:
-            raise UploadLost(f"the store has {received} bytes of an upload of which it had {start}")
+            raise UploadLost(f"the store has {received} bytes of an upload of which it had {start}; run again")
         self._doubt = True
         while received < end and self._made is None:
-            received = self._put(f"bytes {received}-{end - 1}/{self._size}", data[received - start :])
+            # It may keep less than was sent, and says so.
+            received = self._put(f"{received}-{end - 1}", data[received - start :])
         self._doubt = False
 
     def finish(self) -> int:
-        if self._made is None and self._received() < self._size:
-            raise UploadLost("the store lacks a part that it said it had")
-        assert self._made is not None
+        if self._made is None:
+            raise UploadLost("the store lacks parts that it said it had; run again")
         if self._made.get("md5Hash", self._tag) != self._tag:
-            raise UploadLost("the store has other bytes than were sent")
-        return int(self._made.get("size", -1))
+            raise UploadLost("the store has other bytes than were sent; run again")
+        return int(self._made["size"])
 
     def abandon(self) -> None:
         if self._made is None:
             self._files.call("DELETE", self._location)
 
-    def _received(self) -> int:
-        return self._put(f"bytes */{self._size}", b"")
-
     def _put(self, span: str, data: bytes) -> int:
-        """How many bytes the store has now; all of them are there when it describes the object it made."""
-        headers, text = self._files.call("PUT", self._location, headers={"Content-Range": span}, data=io.BytesIO(data))
-        if text:
+        """How many bytes the store has now: all of them as soon as it has made the object."""
+        try:
+            status, headers, _, text = sync(
+                self._files.loop,
+                self._files._request,
+                "PUT",
+                self._location,
+                headers={"Content-Range": f"bytes {span}/{self._size}"},
+                data=io.BytesIO(data),
+            )
+        except FileNotFoundError:
+            raise UploadLost("the store has forgotten the unfinished upload; run again") from None
+        if status < 300:
             self._made = json.loads(text)
             return self._size
         last = headers.get("Range", "").rpartition("-")[2]
         return int(last) + 1 if last.isdigit() else 0
-
-
-class UploadLost(Exception):
-    """A large upload cannot be continued."""
 
 
 def _refused(reason: str) -> Fault:

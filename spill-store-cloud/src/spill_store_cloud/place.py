@@ -42,14 +42,16 @@ def parse(uri: str, scheme: str) -> Place:
     folder = folder.removesuffix("/")
     if "@" in bucket:
         raise InputError(
-            f"the URI of a state names no account and no key, and this one has something before {bucket[bucket.rindex('@'):]!r}: "
+            f"the URI of a state names no account and no key, and this one has something before {bucket[bucket.rindex('@') :]!r}: "
             f"set them in the environment and write {form}"
         )
     shown = clean(uri)
     if not _BUCKET.fullmatch(bucket):
         raise InputError(f"{shown!r} has no usable bucket name ({bucket!r}); write {form}")
     if not folder:
-        raise InputError(f"{shown!r} is the root of a bucket: give a folder in the bucket, such as {scheme}://{bucket}/relay")
+        raise InputError(
+            f"{shown!r} is the root of a bucket: give a folder in the bucket, such as {scheme}://{bucket}/relay"
+        )
     names = folder.split("/")
     if "" in names:
         raise InputError(f"{shown!r} has a double slash; write {form} with single ones")
@@ -60,7 +62,9 @@ def parse(uri: str, scheme: str) -> Place:
             f"{shown!r} holds {odd[0]!r}: a folder in a bucket is of letters without accents, digits and . _ - ="
         )
     if len(folder) > FOLDER_LIMIT:
-        raise InputError(f"the folder of {shown[:80]!r}... has {len(folder)} characters, at most {FOLDER_LIMIT} are possible")
+        raise InputError(
+            f"the folder of {shown[:80]!r}... has {len(folder)} characters, at most {FOLDER_LIMIT} are possible"
+        )
     return Place(bucket=bucket, folder=folder, uri=f"{scheme}://{bucket}/{folder}")
 
 
@@ -74,7 +78,9 @@ def library(name: str, scheme: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
-            raise PluginError(f"{scheme}:// needs {name}, which lacks {error.name}: pip install {error.name}") from error
+            raise PluginError(
+                f"{scheme}:// needs {name}, which lacks {error.name}: pip install {error.name}"
+            ) from error
         raise PluginError(
             f'{scheme}:// needs {name}, which is not installed: pip install "spill-store-cloud[{scheme}]"'
         ) from error

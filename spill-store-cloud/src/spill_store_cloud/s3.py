@@ -113,15 +113,21 @@ class S3Bucket:
             return self._judge_answer(code, error)
         cause = error.__cause__ if isinstance(error.__cause__, boto.BotoCoreError) else error
         if isinstance(cause, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
-            return _refused(f"no credentials: {clean(str(cause))}; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            return _refused(
+                f"no credentials: {clean(str(cause))}; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
         if isinstance(cause, boto.SSLError) and "CERTIFICATE_VERIFY" in str(cause):
             return _refused(f"the certificate is not trusted: {clean(str(cause))}; set AWS_CA_BUNDLE")
         if isinstance(cause, boto.EndpointConnectionError | boto.ConnectTimeoutError):
             return Fault(kind=Kind.BUSY, reason=clean(str(cause)))
         if isinstance(cause, boto.HTTPClientError | boto.ResponseParserError | asyncio.TimeoutError | ConnectionError):
-            return Fault(kind=Kind.SILENT, reason=f"the connection broke off ({clean(str(cause)) or type(cause).__name__})")
+            return Fault(
+                kind=Kind.SILENT, reason=f"the connection broke off ({clean(str(cause)) or type(cause).__name__})"
+            )
         if type(cause).__module__.startswith("aiohttp"):
-            return Fault(kind=Kind.SILENT, reason=f"the connection broke off ({clean(str(cause)) or type(cause).__name__})")
+            return Fault(
+                kind=Kind.SILENT, reason=f"the connection broke off ({clean(str(cause)) or type(cause).__name__})"
+            )
         if isinstance(cause, boto.BotoCoreError):
             return _refused(f"{clean(str(cause))}; check the AWS settings of this machine")
         return _refused(f"{type(cause).__name__}: {clean(str(cause))}")

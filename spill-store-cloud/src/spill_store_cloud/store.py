@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from spill.environment import nonce, seconds, sleep
 from spill.errors import StoreError
-from spill.stores import Absent, Buffer, Entry, Exists, Unanswered, Unreadable
+from spill.stores import Absent, Buffer, Entry, Exists, Unanswered, Unreadable, check_name
 from spill_store_cloud.place import Place
 
 PART_SIZE = 16 * 1024**2  # a multiple of 256 KiB, as GCS asks; 10,000 parts, as S3 allows, are 160 GB
@@ -159,9 +159,7 @@ class CloudStore:
             for entry in found:
                 # Consoles and file-system views of a bucket mark folders by objects whose names end in a slash.
                 if not entry.name.endswith("/"):
-                    entries.append(
-                        Entry(name=entry.name.removeprefix(top), size=entry.size, modified=entry.modified)
-                    )
+                    entries.append(Entry(name=entry.name.removeprefix(top), size=entry.size, modified=entry.modified))
             if not after:
                 return sorted(entries, key=lambda e: e.name)
 
@@ -173,13 +171,13 @@ class CloudStore:
             return
 
     def _key(self, name: str) -> str:
-        pieces = name.split("/")
-        if "" in pieces or "." in pieces or ".." in pieces or "\\" in name or not name.isprintable():
-            raise ValueError(f"not a name below the store: {name!r}")
+        check_name(name)
         return f"{self._folder}/{name}"
 
     def _vanished(self, name: str) -> StoreError:
-        return StoreError(f"{self.uri}/{name}: the store answers that there is no such place; is the bucket still there?")
+        return StoreError(
+            f"{self.uri}/{name}: the store answers that there is no such place; is the bucket still there?"
+        )
 
     def _get(self, name: str, key: str, start: int, count: int, version: str) -> Piece:
         def ask() -> Piece:

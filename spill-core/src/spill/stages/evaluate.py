@@ -7,7 +7,7 @@ from typing import Any
 from spill.errors import PluginError, StateError
 from spill.folder import ExamRow
 from spill.stages import Journal, Progress, Snapshot, Work
-from spill.stages.tune import load_training_state
+from spill.stages.tune import check_probe, load_training_state
 
 
 def is_right(output: str, row: ExamRow) -> bool:
@@ -57,6 +57,9 @@ class Evaluation:
         engine = self._work.engine()
         if self._tuned:
             engine.import_state(load_training_state(self._work))
+            # Whoever made the tune: a wrong scale would show as nothing but a wrong score. Silent where all is well.
+            say = self._work.say if self._work.accept_drift else lambda line: None
+            check_probe(self._work, engine, self._work.others["tune"], "the tune", say)
         system = "" if self._tuned else self._work.folder.instructions
         prompts = [self._work.text.prompt(self._exam[i].prompt, system) for i in pending]
         answers = engine.generate(

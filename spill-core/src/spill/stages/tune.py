@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -99,22 +99,24 @@ class Tune:
                 "no step was made; resume on another engine"
             )
         if before := self._work.taken_over():
-            self._check_handover(engine, saved, before)
+            check_probe(self._work, engine, saved, before, self._work.say)
         return engine
 
-    def _check_handover(self, engine: Engine, saved: Saved, before: str) -> None:
-        probe = saved.summary.get("probe")
-        if not fits(probe, self._probe_rows):
-            raise StateError("the state's probe does not fit the folder's training rows")
-        check_drift(
-            f"step {self.position}",
-            before,
-            probe or [],
-            engine.nll(self._probe_rows),
-            accept=self._work.accept_drift,
-            note=self._work.note,
-            say=self._work.say,
-        )
+
+def check_probe(work: Work, engine: Engine, saved: Saved, before: str, say: Callable[[str], None]) -> None:
+    """Refuse an engine that computes another function from a tune's arrays, imported just now, than `before` did.
+
+    Raises:
+        NumericsError: a token's loss of the two probe rows differs, unless drift is accepted.
+        StateError: the saved losses cannot be those of the probe rows.
+    """
+    rows = [work.rows[i] for i in probe_rows(work.rows)]
+    probe = saved.summary.get("probe")
+    if not fits(probe, rows):
+        raise StateError("the state's probe does not fit the folder's training rows")
+    where = f"step {saved.position}"
+    found = engine.nll(rows)
+    check_drift(where, before, probe or [], found, accept=work.accept_drift, note=work.note, say=say)
 
 
 def state_parts(state: TrainingState) -> list[Buffer]:

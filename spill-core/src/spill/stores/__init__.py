@@ -6,7 +6,6 @@ A name is a relative POSIX path such as `log/7.json`. `spill.testing.StoreContra
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from attrs import frozen
 
@@ -77,9 +76,17 @@ class Store(Protocol):
         ...
 
 
+def check_name(name: str) -> None:
+    """Refuse, with a ValueError, what is no relative POSIX path of plain parts: each store calls this first."""
+    parts = name.split("/")
+    if "" in parts or "." in parts or ".." in parts or "\\" in name or not name.isprintable():
+        raise ValueError(f"not a name below the store: {name!r}")
+
+
 def scheme_of(uri: str) -> str:
     """`s3` of `s3://bucket/key`, `file` of a plain path."""
-    return urlsplit(uri).scheme if "://" in uri else "file"
+    scheme, divider, _ = uri.partition("://")
+    return scheme.lower() if divider else "file"
 
 
 def local_path(uri: str) -> Path | None:

@@ -31,6 +31,7 @@ class LocalStore:
             raise ValueError("an exclusive create of an empty object cannot be told from a torn one")
         path = self._path(name)
         with self._faults("write", path, len(data)):
+            self._refuse_links(name)
             self._make_folder(path.parent)
             temporary = self._write_temporary(path, [data])
             try:
@@ -49,6 +50,7 @@ class LocalStore:
     def write(self, name: str, parts: Sequence[Buffer]) -> None:
         path = self._path(name)
         with self._faults("write", path, sum(memoryview(p).nbytes for p in parts)):
+            self._refuse_links(name)
             self._make_folder(path.parent)
             temporary = self._write_temporary(path, parts)
             os.replace(temporary, path)
@@ -57,7 +59,8 @@ class LocalStore:
     def read(self, name: str, limit: int) -> bytes:
         path = self._path(name)
         with self._faults("read", path):
-            self._refuse_links(name)
+            if self._link_before(name):
+                raise Unreadable(f"{name} lies behind a link")
             try:
                 # Not blocking, so that a named pipe in an object's place cannot hang the reader.
                 handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -67,55 +70,69 @@ class LocalStore:
                 if error.errno in (errno.ELOOP, errno.ENXIO):
                     raise Unreadable(f"{name} is not a regular file") from None
                 raise
-            with open(handle, "rb") as file:
-                found = os.fstat(file.fileno())
+            try:
+                found = os.fstat(handle)
                 if not stat.S_ISREG(found.st_mode):
                     raise Unreadable(f"{name} is not a regular file")
                 if found.st_size > limit:
                     raise Unreadable(f"{name} has {found.st_size} bytes, at most {limit} are possible")
-                return file.read(limit + 1)
+                with open(handle, "rb", closefd=False) as file:
+                    return file.read(found.st_size)  # not the limit: that much memory would be taken beforehand
+            finally:
+                os.close(handle)
 
     def list(self, prefix: str) -> list[Entry]:
         top = self._path(prefix.rstrip("/")) if prefix else self.root
         with self._faults("list", top):
+            self._refuse_links(f"{prefix}any")
             return sorted(self._walk(top), key=lambda e: e.name)
 
     def delete(self, name: str) -> None:
         path = self._path(name)
         with self._faults("delete", path):
+            self._refuse_links(name)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             with contextlib.suppress(OSError):  # the folder of a claim goes with its last object
                 path.parent.rmdir()
 
-    def _walk(self, folder: Path) -> Iterator[Entry]:
-        try:
-            entries = list(os.scandir(folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
-            elif entry.is_file(follow_symlinks=False):
-                try:
-                    found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # removed between listing and looking
-                    continue
+    def _walk(self, top: Path) -> Iterator[Entry]:
+        folders = [top]
+        while folders:
+            try:
+                entries = list(os.scandir(folders.pop()))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for entry in entries:
                 name = Path(entry.path).relative_to(self.root).as_posix()
-                yield Entry(name=name, size=found.st_size, modified=found.st_mtime)
+                if not _is_name(name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    try:
+                        found = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # removed between listing and looking
+                        continue
+                    yield Entry(name=name, size=found.st_size, modified=found.st_mtime)
 
     def _path(self, name: str) -> Path:
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+        if not _is_name(name):
             raise ValueError(f"not a name below the store: {name!r}")
-        return self.root.joinpath(*parts)
+        return self.root.joinpath(*PurePosixPath(name).parts)
 
-    def _refuse_links(self, name: str) -> None:
+    def _link_before(self, name: str) -> Path | None:
+        """The first folder of the name that is a link. The root itself may be one: the user named it."""
         folder = self.root
         for part in PurePosixPath(name).parts[:-1]:
             folder = folder / part
             if folder.is_symlink():
-                raise Unreadable(f"{name} lies behind a link")
+                return folder
+        return None
+
+    def _refuse_links(self, name: str) -> None:
+        if link := self._link_before(name):
+            raise StoreError(f"{link} is a link, which a state never holds: put the folder itself there")
 
     def _make_folder(self, folder: Path) -> None:
         missing = []
@@ -176,10 +193,16 @@ def _explain(verb: str, path: Path, size: int, error: OSError) -> str:
         existing = next((p for p in (path, *path.parents) if _exists(p)), path)
         owner = existing.stat().st_uid if _exists(existing) else -1
         return (
-            f"no right to {verb} {path} ({error.strerror}; {existing} belongs to user {owner}, you are {os.getuid()}): "
-            "change the owner or the mode, or give another --state"
+            f"no right to {verb} {path} ({error.strerror}; {existing} belongs to user {owner}, "
+            f"you are {os.geteuid()}): change the owner or the mode, or give another --state"
         )
     return f"cannot {verb} {path}: {error.strerror or error}"
+
+
+def _is_name(name: str) -> bool:
+    """Whether an object may have this name: a relative path with nothing that leads elsewhere."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts and "\\" not in name and "\0" not in name
 
 
 def _exists(path: Path) -> bool:
@@ -190,6 +213,8 @@ def _exists(path: Path) -> bool:
 
 
 def _write_all(handle: int, part: Buffer) -> None:
+    if not memoryview(part).nbytes:
+        return  # an array without elements has a shape that cannot be cast
     view = memoryview(part).cast("B")
     while view.nbytes:
         view = view[os.write(handle, view) :]

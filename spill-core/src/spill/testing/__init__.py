@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spill.testing.engine_contract import EngineContract
+    from spill.testing.plugin_contract import PluginContract
+    from spill.testing.stage_contract import StageContract
 
-__all__ = ["EngineContract"]
+__all__ = ["EngineContract", "PluginContract", "StageContract"]
 
-_SUITES = {"EngineContract": "spill.testing.engine_contract"}
+_SUITES = {
+    "EngineContract": "spill.testing.engine_contract",
+    "PluginContract": "spill.testing.plugin_contract",
+    "StageContract": "spill.testing.stage_contract",
+}
 
 
 def __getattr__(name: str) -> Any:

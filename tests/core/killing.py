@@ -1,0 +1,170 @@
+"""Real processes that can be killed at any moment or before any chosen system call of the local store.
+
+They are forked from one server that has imported everything already, so that each costs milliseconds.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+# What changes something on a disk. `write` counts once per file, and is torn: half of the bytes are written.
+CHANGING = ("mkdir", "write", "link", "replace", "unlink", "rmdir")
+KILLED = 137
+
+
+@frozen(kw_only=True)
+class Trap:
+    """What is done to the store of a child: `kill_before` its n-th change (from 1), or wait `slow` seconds in each
+    write; `log` gets a line for every change."""
+
+    kill_before: int = 0
+    slow: float = 0.0
+    grace: float = 15.0
+    log: Path | None = None
+
+
+class Child:
+    """A command line in a process of its own. Standard output and error lie in `out` and `err` once it has ended."""
+
+    def __init__(self, process: BaseProcess, place: Path) -> None:
+        self._process = process
+        self._place = place
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def wait_ready(self) -> None:
+        """Until the signal handlers stand."""
+        self.wait_for(lambda: (self._place / "ready").exists())
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+        begun = time.monotonic()
+        while not condition():
+            assert self._process.is_alive(), f"ended with {self._process.exitcode}: {self.err}"
+            assert time.monotonic() - begun < seconds
+            time.sleep(0.005)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self, seconds: float = 60.0) -> int:
+        """Wait for it; the exit code, negative where a signal killed it."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        assert code is not None, "it does not end"
+        return code
+
+    @property
+    def out(self) -> str:
+        return (self._place / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self._place / "err").read_text()
+
+
+class Nursery:
+    """Starts children; one at a time is enough."""
+
+    def __init__(self, directory: Path, path: Sequence[Path], environment: dict[str, str]) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.core.killing", "spill.cli", "spill.upkeep", "spill.report",
+                                              "spill.stages.tune", "spill.stages.evaluate", "spill.stores.local",
+                                              "spill.testing.numpy_engine", "pytest"])  # fmt: skip
+        self._directory = directory
+        self._path = [str(p) for p in path]
+        self._environment = environment
+        self._count = 0
+        self._started: list[BaseProcess] = []
+
+    def start(self, *arguments: object, trap: Trap | None = None, **environment: str) -> Child:
+        """Start `spill` with these arguments."""
+        self._count += 1
+        place = self._directory / f"child-{self._count}"
+        place.mkdir(parents=True)
+        environment = {**self._environment, **environment}
+        given = (place, self._path, environment, [str(a) for a in arguments], trap or Trap())
+        process = self._context.Process(target=_run, args=given)
+        process.start()
+        self._started.append(process)
+        return Child(process, place)
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+
+
+@contextlib.contextmanager
+def nursery(directory: Path, path: Sequence[Path], **environment: str) -> Iterator[Nursery]:
+    made = Nursery(directory, path, environment)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _run(place: Path, path: list[str], environment: dict[str, str], arguments: list[str], trap: Trap) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT, 0o666), number)
+    sys.path[:0] = path
+    os.environ.update(environment)
+
+    from spill import signals
+    from spill.cli import run
+    from spill.stores import local
+
+    signals.GRACE_SECONDS = trap.grace
+    local._sync = lambda handle: None  # type: ignore[assignment]  # a kill loses nothing that the kernel has
+    local.os = _Trapped(trap)  # type: ignore[assignment]
+    stop = signals.StopRequest()
+    stop.install()
+    (place / "ready").touch()
+    code = run(stop, arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Trapped:
+    """The module `os` as the local store sees it: counts what changes the disk, in the main thread."""
+
+    def __init__(self, trap: Trap) -> None:
+        self._trap = trap
+        self._count = 0
+        self._written = -1
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CHANGING:
+            return real
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if name == "write":
+                if arguments[0] == self._written:
+                    return real(*arguments)
+                self._written = arguments[0]
+                if self._trap.slow:
+                    time.sleep(self._trap.slow)
+            else:
+                self._written = -1
+            self._count += 1
+            if self._trap.log:
+                with self._trap.log.open("a") as log:
+                    log.write(f"{name} {arguments[0]}\n")
+            if self._count == self._trap.kill_before:
+                if name == "write":
+                    real(arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
+                os._exit(KILLED)
+            return real(*arguments, **named)
+
+        return call

@@ -1,0 +1,444 @@
+"""Kills, signals and full disks: a build that is stopped by force at any moment goes on as if nothing had happened."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import Outcome, Spill, write_folder
+from tests.core.builds import entry, everything, files, head, loadable, log_numbers, newest_entry, one_line, position
+from tests.core.killing import KILLED, Nursery, Trap, nursery
+
+from spill.testing.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("no_sync")
+OFTEN = ("--commit-every", "0")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest student, so that a build takes a tenth of a second."""
+    directory = tmp_path_factory.mktemp("small") / "student"
+    return tiny_model(directory, hidden=8, layers=1, heads=2, kv_heads=1, intermediate=8, max_positions=128)
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory, site: Path, engines_site: Path) -> Iterator[Nursery]:
+    home = tmp_path_factory.mktemp("home")
+    path = (site, engines_site)
+    environment = {"SPILL_HOME": str(home), "SPILL_MACHINE": "alpha", "OMP_NUM_THREADS": "1"}
+    with nursery(tmp_path_factory.mktemp("children"), path, **environment) as made:
+        yield made
+
+
+@pytest.fixture
+def two_rows(tmp_path: Path, small: Path) -> Path:
+    """Two training rows, one epoch of two steps, one exam row."""
+    return write_folder(tmp_path / "folder", small, rows=2, exam=1, epochs=1, batch=1, rank=2)
+
+
+@pytest.fixture
+def ten_rows(tmp_path: Path, small: Path) -> Path:
+    return write_folder(tmp_path / "folder", small, rank=2, batch=1, epochs=1)
+
+
+@pytest.fixture
+def whole(spill: Spill, tmp_path: Path) -> Callable[[Path], object]:
+    """What an uninterrupted build of a folder makes."""
+
+    def make(folder: Path) -> object:
+        assert spill("build", folder, "--state", tmp_path / "whole").code == 0
+        return everything(tmp_path / "whole")
+
+    return make
+
+
+def two_states_stand(state: Path) -> None:
+    """As many distinct states can be loaded as were committed, up to two."""
+    committed = {frozenset(entry(state, n)["objects"]) for n in log_numbers(state)} - {frozenset()}
+    assert len(loadable(state)) >= min(2, len(committed))
+
+
+# ---- SIGKILL
+
+
+def test_a_kill_before_any_change_on_disk_costs_at_most_the_unit_at_work(
+    spill: Spill, children: Nursery, two_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    expected = whole(two_rows)
+    for change in range(1, 1000):
+        state = tmp_path / f"killed before {change}"
+        log = tmp_path / "changes"
+        log.unlink(missing_ok=True)
+        child = children.start("build", two_rows, "--state", state, *OFTEN, trap=Trap(kill_before=change, log=log))
+        code = child.end()
+        if code == 0:
+            break
+        assert code == KILLED
+        last = log.read_text().splitlines()[-1]
+        two_states_stand(state)
+        before = log_numbers(state)
+        done = spill("build", two_rows, "--state", state, "--takeover")
+        assert done.code == 0, f"{last}: {done.err}"
+        assert "damaged" not in done.out
+        if before and "done" not in done.out.splitlines()[0] and "resuming" in done.out:
+            assert f"resuming from commit {before[-1]} of alpha (numpy, " in done.out
+        assert everything(state) == expected, last
+        two_states_stand(state)
+        shutil.rmtree(state)
+    assert change > 30
+
+
+def test_kills_at_random_moments_until_it_is_done_change_nothing(
+    children: Nursery, ten_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    chance = random.Random(1)
+    expected = whole(ten_rows)
+    state = tmp_path / "s"
+    killed = 0
+    for attempt in range(60):
+        child = children.start("build", ten_rows, "--state", state, *OFTEN, "--takeover", trap=Trap(slow=0.004))
+        child.wait_ready()
+        time.sleep(chance.uniform(0.0, 0.1 + attempt * 0.02))
+        child.signal(signal.SIGKILL)
+        code = child.end()
+        if (state / "log").is_dir():
+            two_states_stand(state)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        killed += 1
+    assert killed > 3
+    assert everything(state) == expected
+
+
+def test_a_resume_killed_five_times_while_it_starts_works_the_sixth_time(
+    spill: Spill, children: Nursery, two_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    state = tmp_path / "s"
+    assert spill("build", two_rows, "--state", state, "--stop-after", "tune:1").code == 0
+    arrays = head(state).objects
+    for change in (1, 2, 3, 7, 8):
+        child = children.start("resume", two_rows, "--state", state, "--takeover", trap=Trap(kill_before=change))
+        assert child.end() == KILLED
+        assert head(state).objects == arrays
+    assert spill("resume", two_rows, "--state", state, "--takeover").code == 0
+    assert everything(state) == whole(two_rows)
+
+
+# ---- signals
+
+
+def test_a_sigterm_at_random_moments_saves_and_is_exit_75(
+    children: Nursery, ten_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    chance = random.Random(2)
+    expected = whole(ten_rows)
+    state = tmp_path / "s"
+    stopped = 0
+    for attempt in range(60):
+        child = children.start("build", ten_rows, "--state", state, *OFTEN, trap=Trap(slow=0.004))
+        child.wait_ready()
+        time.sleep(chance.uniform(0.0, 0.1 + attempt * 0.02))
+        child.signal(signal.SIGTERM)
+        code = child.end()
+        if code == 0:
+            break
+        assert code == 75, child.err
+        assert child.err.startswith("spill: stopped by SIGTERM")
+        assert child.err.count("\n") == 1
+        if "saved: commit" in child.err:
+            assert head(state).number == int(child.err.split()[-1])
+        stopped += 1
+    assert stopped > 3
+    assert everything(state) == expected
+
+
+def _saving(state: Path) -> Callable[[], object]:
+    """Whether an object of the tune is being written."""
+    return lambda: list(state.glob("data/*/.*tune*"))
+
+
+def test_a_sigterm_during_a_save_through_a_slow_store_says_saved_only_once_it_is(
+    children: Nursery, ten_rows: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "s"
+    child = children.start("build", ten_rows, "--state", state, *OFTEN, "--stages", "tune", trap=Trap(slow=0.15))
+    child.wait_for(_saving(state))
+    child.signal(signal.SIGTERM)
+    assert child.end() == 75
+    commit = head(state)
+    steps = commit.stages["tune"].position
+    assert child.err == f"spill: stopped by SIGTERM at tune step {steps} of 10; saved: commit {commit.number}\n"
+    assert steps >= 1
+
+
+def test_a_sigkill_after_a_sigterm_loses_at_most_what_was_not_committed(
+    children: Nursery, ten_rows: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "s"
+    child = children.start("build", ten_rows, "--state", state, *OFTEN, "--stages", "tune", trap=Trap(slow=0.1))
+    child.wait_for(lambda: (state / "log/3.json").exists())
+    child.wait_for(_saving(state))
+    committed = log_numbers(state)
+    child.signal(signal.SIGTERM)
+    time.sleep(0.05)
+    child.signal(signal.SIGKILL)
+    assert child.end() == -signal.SIGKILL
+    assert head(state).number >= committed[-1]
+    two_states_stand(state)
+
+
+def test_a_ctrl_c_saves_and_is_exit_130_and_a_second_leaves_at_once(
+    children: Nursery, ten_rows: Path, tmp_path: Path
+) -> None:
+    for again in (False, True):
+        state = tmp_path / f"again {again}"
+        child = children.start("build", ten_rows, "--state", state, *OFTEN, "--stages", "tune", trap=Trap(slow=0.2))
+        child.wait_for(_saving(state))
+        begun = time.monotonic()
+        child.signal(signal.SIGINT)
+        if again:
+            time.sleep(0.02)
+            child.signal(signal.SIGINT)
+        assert child.end() == 130
+        if again:
+            assert "stopped at once; the last commit stands" in child.err
+            assert time.monotonic() - begun < 0.5
+        else:
+            assert "saved: commit" in child.err
+        assert head(state).number == log_numbers(state)[-1]
+        assert not list(state.glob("log/.*")) or again
+
+
+def test_a_process_that_reaches_no_place_to_stop_leaves_in_bounded_time(
+    children: Nursery, ten_rows: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "s"
+    child = children.start("build", ten_rows, "--state", state, "--engine", "stuck", trap=Trap(grace=0.3))
+    child.wait_for(lambda: (state / "log/3.json").exists())
+    time.sleep(0.1)
+    begun = time.monotonic()
+    child.signal(signal.SIGTERM)
+    assert child.end() == 75
+    assert 0.2 < time.monotonic() - begun < 5
+    assert "no place to stop was reached in time; the last commit stands" in child.err
+    assert head(state).stages["eval:base"].finished
+
+
+@pytest.mark.parametrize("delay", [0.15, 0.5, 0.9])
+def test_a_sigterm_while_a_real_process_still_imports_or_loads_is_exit_75(
+    spill_process: Callable[..., "subprocess.Popen[str]"], ten_rows: Path, delay: float
+) -> None:
+    process = spill_process("build", ten_rows, *OFTEN)
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    if process.returncode == -signal.SIGTERM:
+        pytest.fail(f"no handler stood after {delay} s")
+    assert process.returncode == 75 or "done; next:" in out, err
+    assert "Traceback" not in err
+    state = ten_rows / ".spill" / "state"
+    assert not state.exists() or head(state)
+
+
+# ---- two runs
+
+
+def test_a_sleeper_that_wakes_after_a_takeover_stops_with_76_and_names_the_new_holder(
+    spill: Spill,
+    children: Nursery,
+    ten_rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: Callable[[Path], object],
+) -> None:
+    expected = whole(ten_rows)
+    state = tmp_path / "s"
+    child = children.start("build", ten_rows, "--state", state, *OFTEN, trap=Trap(slow=0.03))
+    child.wait_for(lambda: (state / "log/9.json").exists())
+    child.signal(signal.SIGSTOP)
+    monkeypatch.setenv("SPILL_MACHINE", "beta")
+    done = spill("resume", ten_rows, "--state", state, "--takeover")
+    assert done.code == 0, done.err
+    assert "taking over from alpha (numpy)" in done.out
+    before = files(state)
+    child.signal(signal.SIGCONT)
+    assert child.end() == 76
+    assert child.err.startswith(f"spill: {state}: taken over by beta (numpy) at commit ")
+    assert child.err.count("\n") == 1
+    assert before.items() <= files(state).items()
+    assert everything(state) == expected
+
+
+def test_of_two_resumes_at_once_exactly_one_does_the_work(
+    spill: Spill, children: Nursery, ten_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    expected = whole(ten_rows)
+    for attempt in range(3):
+        state = tmp_path / f"attempt {attempt}"
+        assert spill("build", ten_rows, "--state", state, "--stop-after", "tune:5").code == 0
+        claimed = log_numbers(state)[-1]
+        both = [children.start("resume", ten_rows, "--state", state, SPILL_MACHINE=m) for m in ("beta", "gamma")]
+        codes = [child.end() for child in both]
+        assert 0 in codes
+        assert set(codes) <= {0, 76}, [child.err for child in both]
+        runs = {entry(state, number)["run"] for number in log_numbers(state) if number > claimed}
+        assert len(runs) == 1
+        for child in both:
+            if child.end() == 76:
+                assert "held by " in child.err or "taken over by " in child.err
+        assert everything(state) == expected
+
+
+def test_a_newcomer_that_waited_for_a_holder_to_end_goes_on_from_what_it_committed(
+    spill: Spill, children: Nursery, ten_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    expected = whole(ten_rows)
+    state = tmp_path / "s"
+    first = children.start("build", ten_rows, "--state", state, *OFTEN, trap=Trap(slow=0.05))
+    first.wait_for(lambda: (state / "log/9.json").exists())
+    second = children.start("resume", ten_rows, "--state", state, SPILL_MACHINE="beta")
+    second.wait_for(lambda: "watching" in second.out)
+    first.signal(signal.SIGTERM)
+    assert first.end() == 75
+    assert second.end() == 0, second.err
+    assert everything(state) == expected
+
+
+# ---- no room, no right
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty file system of 5 MB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=5m,mode=755", "spill-test", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs root with the right to mount a tmpfs: the test of a full disk did not run")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def _fill(disk: Path, left: int) -> Path:
+    found = os.statvfs(disk)
+    filler = disk / "filler"
+    filler.write_bytes(bytes(found.f_bavail * found.f_frsize - left))
+    return filler
+
+
+def test_a_full_disk_is_one_line_with_the_bytes_needed_and_a_resume_works_once_there_is_room(
+    spill: Spill, folder: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    assert spill("build", folder, "--state", tmp_path / "whole").code == 0
+    state = small_disk / "state"
+    assert spill("build", folder, "--state", state, "--stop-after", "tune:2").code == 0
+    commit = head(state)
+    for left in (0, 60_000):
+        filler = _fill(small_disk, left)
+        done = spill("resume", folder, "--state", state, "--takeover", *OFTEN)
+        assert done.code == 1
+        assert one_line(done.error)
+        assert "no room to write" in done.error
+        assert "bytes are needed" in done.error
+        assert int(done.error.partition(": ")[2].split(": ")[1].split()[0].replace(",", "")) > 0
+        assert head(state).objects == commit.objects
+        assert not list(state.rglob(".*"))
+        filler.unlink()
+    done = spill("resume", folder, "--state", state)
+    assert done.code == 0, done.err
+    assert everything(state) == everything(tmp_path / "whole")
+
+
+@pytest.fixture
+def nobody() -> Iterator[int]:
+    """Another user without rights; the test runs as this user after `os.seteuid`."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user: the tests of rights did not run")
+    yield 65534
+    os.seteuid(0)
+
+
+@pytest.fixture
+def foreign(spill: Spill, public: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose state was made by root, where everybody may read and only root may write."""
+    student = public / "student"
+    shutil.copytree(model, student)
+    monkeypatch.setenv("SPILL_HOME", str(public / "home"))
+    folder = write_folder(public / "folder", student)
+    assert spill("build", folder, "--stop-after", "tune:2").code == 0
+    return folder
+
+
+def _told(done: Outcome, path: Path) -> None:
+    assert done.code == 1, done.out
+    assert one_line(done.error), done.err
+    assert str(path) in done.error
+    assert "belongs to user 0, you are 65534" in done.error
+    assert "change the owner or the mode, or give another --state" in done.error
+
+
+def test_a_state_of_another_user_is_told_with_path_and_owner_before_a_model_is_loaded(
+    spill: Spill, foreign: Path, nobody: int
+) -> None:
+    state = foreign / ".spill" / "state"
+    before = files(state)
+    os.seteuid(nobody)
+    done = spill("resume", foreign, "--engine", "stuck")  # opening it is not what fails
+    os.seteuid(0)
+    assert "unknown engine" in done.err
+    os.seteuid(nobody)
+    done = spill("resume", foreign)
+    os.seteuid(0)
+    _told(done, state)
+    assert "handover" not in done.out
+    assert files(state) == before
+
+
+def test_a_state_that_may_not_even_be_read_is_told_and_never_taken_for_no_state(
+    spill: Spill, foreign: Path, nobody: int
+) -> None:
+    state = foreign / ".spill" / "state"
+    state.chmod(0o700)
+    for target in (foreign, state):
+        for command in ("build", "resume", "table"):
+            os.seteuid(nobody)
+            done = spill(command, target)
+            os.seteuid(0)
+            _told(done, state)
+
+
+def test_an_object_that_may_not_be_read_stops_the_build_and_is_never_taken_for_damage(
+    spill: Spill, foreign: Path, nobody: int
+) -> None:
+    state = foreign / ".spill" / "state"
+    path = state / newest_entry(state)["stages"]["tune"]["objects"]["state.safetensors"]
+    path.chmod(0o600)
+    os.seteuid(nobody)
+    done = spill("resume", foreign)
+    os.seteuid(0)
+    _told(done, path)
+    assert "damaged" not in done.err + done.out
+
+
+def test_a_read_only_state_can_be_looked_at_and_asked_but_not_resumed(
+    spill: Spill, foreign: Path, nobody: int, public: Path
+) -> None:
+    os.seteuid(nobody)
+    assert spill("table", foreign).code == 0
+    assert spill("resume", foreign).code == 1
+    os.seteuid(0)
+    assert position(foreign / ".spill" / "state", "tune") == 2
+    assert spill("resume", foreign).code == 0
+    os.seteuid(nobody)
+    assert spill("ask", foreign, "say 1").code == 0
+    again = spill("build", foreign)
+    os.seteuid(0)
+    assert again.code == 0
+    assert "done; next:" in again.out

@@ -52,7 +52,8 @@ class Child:
             time.sleep(0.005)
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(self.pid, number)
 
     def end(self, seconds: float = 60.0) -> int:
         """Wait for it; the exit code, negative where a signal killed it."""
@@ -63,11 +64,15 @@ class Child:
 
     @property
     def out(self) -> str:
-        return (self._place / "out").read_text()
+        return _text(self._place / "out")
 
     @property
     def err(self) -> str:
-        return (self._place / "err").read_text()
+        return _text(self._place / "err")
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 class Nursery:

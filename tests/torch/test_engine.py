@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 import transformers.utils.logging
+from attrs import evolve
 from safetensors.torch import load_file, save_file
 
-from spill.engine import AdapterSpec, Numerics, OpenEngine, Target, Update
+from spill.engine import AdapterSpec, Numerics, OpenEngine, Row, Target
 from spill.errors import ModelError, PluginError
 from spill.plugins import discover, load_target
 from spill.testing import EngineContract
 from spill.testing.engine_cases import mixed_rows, trained
 from spill.testing.models import block_targets, tiny_model
+from spill_engine_torch import engine as engine_module
 from spill_engine_torch.engine import TorchEngine, open_cpu, open_cuda, open_mps
+from spill_engine_torch.layout import PACKED, Laid
 
 
 class TestTorchCpu(EngineContract):
@@ -85,6 +90,17 @@ def test_an_unknown_layout_and_bound_are_replaced_with_notes(tiny: Path) -> None
     assert (facts.numerics.layout, facts.numerics.micro_batch_tokens) == ("packed", 2048)
     assert "'rows'" in facts.notes[0]
     assert "-3" in facts.notes[1]
+
+
+def test_a_model_that_packs_wrongly_is_padded_and_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sees_everything(rows: Sequence[Row], device: torch.device) -> Laid:
+        laid = PACKED.lay(rows, device)
+        return laid if laid.mask is None else evolve(laid, mask=torch.ones_like(laid.mask))
+
+    monkeypatch.setattr(engine_module, "PACKED", evolve(PACKED, lay=sees_everything))
+    facts = opened(tiny).facts()
+    assert facts.numerics.layout == "padded"
+    assert "packed rows have other losses" in facts.notes[0]
 
 
 def test_hardware_names_the_instruction_set(tiny: Path) -> None:
@@ -218,7 +234,11 @@ print(digest.hexdigest())
 def test_another_process_makes_the_same_bits(tiny: Path, dtype: str) -> None:
     digests = {
         subprocess.run(
-            [sys.executable, "-c", STEPS, str(tiny), dtype], check=True, capture_output=True, text=True
+            [sys.executable, "-c", STEPS, str(tiny), dtype],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         ).stdout
         for _ in range(2)
     }

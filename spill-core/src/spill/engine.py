@@ -152,18 +152,24 @@ class Engine(Protocol):
 
         Gradients accumulate in float32 over micro-batches and are clipped once. How the batch is laid out (padding,
         packing, micro-batches, shared prefixes) changes only rounding.
+
+        Raises:
+            ValueError: no row of the batch has an answer token. Nothing was changed.
         """
         ...
 
     def nll(self, rows: Sequence[Row], adapter: bool = True) -> list[Float32]:
         """Per row, the loss in nats of every answer token, float32 (answer tokens,), computed in float32 whatever the
-        compute dtype is, one row at a time. `adapter=False` is the base model."""
+        compute dtype is, one row at a time; empty for a row without one. `adapter=False` is the base model."""
         ...
 
     def generate(
         self, prompts: Sequence[Int32], max_new_tokens: int, stop_ids: Sequence[int], adapter: bool = True
     ) -> Iterator[Completion]:
-        """Greedy decoding; completions come as rows end, in any order. Closing the iterator stops the work."""
+        """Greedy decoding; completions come as rows end, in any order. Closing the iterator stops the work.
+
+        At most `max_new_tokens` tokens are generated for a row, a stop id among them counted.
+        """
         ...
 
     def export_state(self) -> TrainingState:
@@ -188,6 +194,9 @@ class Engine(Protocol):
 
 
 class OpenEngine(Protocol):
-    """The callable that an `EngineSpec.target` names. Loads the base once, calling `tick` while it does."""
+    """The callable that an `EngineSpec.target` names. Loads the base once, calling `tick` while it does.
+
+    Raises ValueError or a SpillError that names the target where the model has no such layer, or one of other sizes.
+    """
 
     def __call__(self, *, model_dir: Path, adapter: AdapterSpec, numerics: Numerics, tick: Tick) -> Engine: ...

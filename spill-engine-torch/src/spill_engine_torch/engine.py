@@ -188,6 +188,8 @@ class TorchEngine:
         if tokens <= 0:
             tokens = _MICRO_BATCH_TOKENS[self._device.type]
         notes = []
+        if self._model.attends_to_all and not self._can_pack:
+            notes.append(f"packed rows have other losses than rows alone here: {layout.name!r} is used")
         if asked.layout not in ("", layout.name):
             notes.append(f"layout {asked.layout!r} cannot be used here: {layout.name!r} is used instead")
         if asked.micro_batch_tokens < 0:

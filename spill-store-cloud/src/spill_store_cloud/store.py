@@ -322,18 +322,19 @@ def say(line: str, *, always: bool = False) -> bool:
 
 
 def _slices(views: Sequence[memoryview]) -> Iterator[bytes]:
-    """The concatenation of the views in parts of `PART_SIZE`, the last one shorter. One part at a time is copied."""
-    part = bytearray()
+    """The concatenation of the views in parts of `PART_SIZE`, the last one shorter; each is copied when it is due."""
+    part: list[memoryview] = []
+    room = PART_SIZE
     for view in views:
         while view.nbytes:
-            taken = view[: PART_SIZE - len(part)]
-            part += taken
-            view = view[taken.nbytes :]
-            if len(part) == PART_SIZE:
-                yield bytes(part)
-                part = bytearray()
+            taken, view = view[:room], view[room:]
+            part.append(taken)
+            room -= taken.nbytes
+            if not room:
+                yield b"".join(part)
+                part, room = [], PART_SIZE
     if part:
-        yield bytes(part)
+        yield b"".join(part)
 
 
 def _in_order(pool: ThreadPoolExecutor, lanes: int, calls: Iterator[Callable[[], T]]) -> Iterator[T]:

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from spill.testing.engine_contract import EngineContract
     from spill.testing.plugin_contract import PluginContract
     from spill.testing.stage_contract import StageContract
+    from spill.testing.store_contract import StoreContract
 
-__all__ = ["EngineContract", "PluginContract", "StageContract"]
+__all__ = ["EngineContract", "PluginContract", "StageContract", "StoreContract"]
 
 _SUITES = {
     "EngineContract": "spill.testing.engine_contract",
     "PluginContract": "spill.testing.plugin_contract",
     "StageContract": "spill.testing.stage_contract",
+    "StoreContract": "spill.testing.store_contract",
 }
 
 

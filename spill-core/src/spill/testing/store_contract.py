@@ -142,7 +142,7 @@ class StoreContract:
     def test_buffers_of_all_kinds_become_one_object(self, make_store: MakeStore) -> None:
         array = np.arange(12, dtype=np.float32).reshape(3, 4)
         nothing = np.zeros((0, 4), np.float32)
-        parts: list[Buffer] = [b"head", bytearray(b""), memoryview(array), memoryview(nothing), bytearray(b"tail"), b""]
+        parts: list[Buffer] = [b"head", bytearray(b""), array.data, nothing.data, bytearray(b"tail"), b""]
         store = make_store()
         store.write("data/1-" + NONCE + "/parts", parts)
         assert make_store().read("data/1-" + NONCE + "/parts", LIMIT) == b"head" + array.tobytes() + b"tail"
@@ -151,8 +151,8 @@ class StoreContract:
         count = self.large // 3 // 4
         array = np.random.Generator(np.random.Philox(7)).random(count, dtype=np.float32)
         # Lengths that fit no block: one byte, a little more than a third, many small ones.
-        parts: list[Buffer] = [b"x", memoryview(array), *[bytes([i % 251]) * 1021 for i in range(500)]]
-        parts += [memoryview(array[::-1].copy()), memoryview(array.reshape(1, -1)), b"end"]
+        parts: list[Buffer] = [b"x", array.data, *[bytes([i % 251]) * 1021 for i in range(500)]]
+        parts += [array[::-1].copy().data, array.reshape(1, -1).data, b"end"]
         name = f"data/1-{NONCE}/000001-tune-state"
         store = make_store()
         store.write(name, parts)

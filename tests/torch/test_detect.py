@@ -105,11 +105,10 @@ def test_hidden_cuda_devices_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("system", "machine", "available"), [("Darwin", "arm64", True), ("Darwin", "x86_64", False), ("Linux", "arm64", False)]
+    ("system", "machine", "available"),
+    [("Darwin", "arm64", True), ("Darwin", "x86_64", False), ("Linux", "arm64", False)],
 )
-def test_metal_needs_apple_silicon(
-    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, available: bool
-) -> None:
+def test_metal_needs_apple_silicon(monkeypatch: pytest.MonkeyPatch, system: str, machine: str, available: bool) -> None:
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
     seen = detect.mps()

@@ -176,7 +176,7 @@ def test_every_layout_has_the_gradient_of_rows_alone(family: Family, bound: int)
     rows, arrays = training_rows(), adapter(family.spec, 2)
     truth = Truth(family, arrays)
     expected = truth.gradient(rows)
-    loss_sum = sum(float(truth.losses(row).sum()) for row in rows)
+    loss_sum = sum(truth.losses(row).sum().item() for row in rows)
     for layout in family.layouts:
         engine = family.open(layout=layout, micro_batch_tokens=bound)
         engine.import_state(untrained(family.spec, arrays))

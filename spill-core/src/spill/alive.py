@@ -105,8 +105,8 @@ def watch(
             waited = environment.seconds() - begun
             if age > DEAD_SECONDS or waited > DEAD_SECONDS:
                 say(
-                    f"{who} has not been alive for {max(age, waited):.0f} s; it was at {_where(first, commit)}, what it "
-                    f"did since {_committed(commit)} is done again"
+                    f"{who} has not been alive for {max(age, waited):.0f} s; it was at {_where(first, commit)}: what "
+                    f"it did since {_committed(commit)} is done again"
                 )
                 return
             if not told:

@@ -1,5 +1,6 @@
 """A build from start to end: what is asked meets what the state holds, the run claims, stages advance and commit."""
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -145,6 +146,25 @@ def open_build(request: Request, registry: Registry) -> Opened:
     return Opened(place=place, store=store, head=head, folder=folder, settings=settings)
 
 
+def refuse_local(student: str) -> None:
+    """A state names no directory to load: a model's path comes from the user alone.
+
+    Raises:
+        InputError: it does, or its student was a directory elsewhere.
+    """
+    if student == "local" or models.names_directory(student):
+        raise InputError("this build's student was a directory: give one of equal content with --student PATH")
+
+
+def pinned(student: str, commit: Commit, at_hand: Callable[[str], models.Model | None]) -> str:
+    """The student as the build began with it: where the hub has moved on, the revision that the state's runs used."""
+    revisions = [r.versions["model"] for r in commit.runs if re.fullmatch(r"[0-9a-f]{40}", r.versions.get("model", ""))]
+    if not revisions:
+        return student
+    here = at_hand(student)
+    return student if here and here.identity == commit.plan.model else models.at_revision(student, revisions[-1])
+
+
 def plan_settings(plan: Plan) -> dict[str, Any]:
     """The settings that a plan pins, by their names."""
     names = ("student", "dtype", "seed", "epochs", "batch", "learning_rate", "rank", "alpha", "max_length", "stages")
@@ -242,6 +262,8 @@ class Build:
     def _check_model_at_hand(self, commit: Commit) -> None:
         """A finished build is not reused for another model, where this machine can tell without fetching one."""
         student = self._opened.settings.student
+        if self._opened.place.directory is None and "student" not in self._request.flags:
+            return
         if student == "local" or not (model := self._resolve(student, offline=True)):
             return
         if model.identity != commit.plan.model:
@@ -252,16 +274,22 @@ class Build:
             student, weights=self._request.weights, tick=self._stop.tick, say=self._report.say, offline=offline
         )
 
+    def _find_model(self, opened: Opened) -> models.Model:
+        student = opened.settings.student
+        if "student" not in self._request.flags and opened.head:
+            if opened.place.directory is None:
+                self._report.say(f"the state names its student: {printable(student)}")
+                refuse_local(student)
+            student = pinned(student, opened.head.commit, lambda name: self._resolve(name, offline=True))
+        model = self._resolve(student)
+        assert model is not None
+        return model
+
     def _prepare(self, opened: Opened) -> None:
         """Model, tokens, engine and plan: all that must be right before the state is claimed."""
         settings = opened.settings
-        if opened.place.directory is None and settings.student == "local":
-            raise InputError("this build's student was a directory of another machine: give --student PATH")
         self._spec, self._why, default_dtype = self._choose_engine(settings)
-        if opened.place.directory is None and "student" not in self._request.flags:
-            self._report.say(f"the state names its student: {printable(settings.student)}")
-        model = self._resolve(settings.student)
-        assert model is not None
+        model = self._find_model(opened)
         before = opened.head.commit.plan if opened.head else None
         if before and model.identity != before.model:
             refuse_differences(opened.place.uri, [_model_line(before, model)])
@@ -404,9 +432,10 @@ class Build:
             facts = self._engine.facts()
             for note in facts.notes:
                 self._report.say(f"{self._spec.name}: {note}")
-            self._run_row = evolve(
-                self._run_row, hardware=facts.hardware, numerics=facts.numerics, versions=dict(facts.versions)
-            )
+            versions = dict(facts.versions)
+            if revision := self._student.model.revision:
+                versions["model"] = revision
+            self._run_row = evolve(self._run_row, hardware=facts.hardware, numerics=facts.numerics, versions=versions)
             self._check_base(self._engine)
         return self._engine
 

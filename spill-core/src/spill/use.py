@@ -15,7 +15,7 @@ from spill.folder import load
 from spill.models.text import Text
 from spill.plugins import Registry
 from spill.records import Plan, printable
-from spill.runner import Place, find, open_engine, saved_stage, stored_folder
+from spill.runner import Place, find, open_engine, pinned, saved_stage, stored_folder
 from spill.signals import StopRequest
 from spill.stages.tune import STATE_ROLE, parse_state
 
@@ -39,7 +39,11 @@ def _made(
     for note in head.notes:
         _tell(f"warning: {printable(note)}")
     plan = head.commit.plan
-    name = student or _recorded_student(place, plan)
+    name = student or pinned(
+        _recorded_student(place, plan),
+        head.commit,
+        lambda asked: models.resolve(asked, weights=weights, tick=stop.tick, say=_tell, offline=True),
+    )
     model = models.resolve(name, weights=weights, tick=stop.tick, say=_tell)
     assert model is not None
     if model.identity != plan.model:

@@ -28,12 +28,16 @@ class CausalModel:
             ModelError: the files cannot be read as a causal language model, or lack weights that it needs.
         """
         tick()
-        self._model = _load(model_dir, dtype).eval().requires_grad_(False)
+        model = _load(model_dir, dtype)
+        if dtype != torch.float32 and any(buffer.dtype == dtype for buffer in model.buffers()):
+            # Constants of the family, such as gemma's embedding scale, were rounded too; only weights should be.
+            model = _load(model_dir, torch.float32)
+        self._model = model.eval().requires_grad_(False)
         for parameter in self._model.parameters():
             tick()
             # Loaded tensors are views of the mapped file. A copy survives what happens to the file, and begins on a
             # cache line wherever the file's header ends: matrix products round by how their factors are aligned.
-            parameter.data = parameter.data.to(device, copy=True)
+            parameter.data = parameter.data.to(device, dtype, copy=True)
         self._model.to(device)
         self.dtype = dtype
         self.device = device

@@ -109,6 +109,15 @@ def _staged(student: str, weights: str, tick: Tick, say: Callable[[str], None], 
     return None if directory is None else read_directory(directory, student=student, tick=tick)
 
 
+def at_revision(student: str, commit: str) -> str:
+    """The same student as the hub had it at a commit of 40 hexadecimal digits; unchanged where it is not the hub's."""
+    if student in TAGS:
+        return str(hub.HubName(repository=TAGS[student].repository, revision=commit))
+    if student.startswith("hf:"):
+        return str(hub.HubName(repository=hub.HubName.parse(student).repository, revision=commit))
+    return student
+
+
 def names_directory(student: str) -> bool:
     """Whether `resolve` would take this for a directory of this machine. A name that comes out of a state must not be
     one: a model's path is the user's to give."""

@@ -7,6 +7,8 @@ Each server starts once, when the first test asks for it, and is stopped at the 
 tests with the reason; where the environment variable CI is set, a skip is a failure.
 """
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
@@ -81,12 +83,25 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NO_GCE_CHECK", "true")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_botocore_loader() -> Iterator[None]:
+    """Each client reads the description of S3 anew, a fifth of a second each; here they share it."""
+    if find_spec("botocore") is None:
+        yield
+        return
+    from botocore import loaders
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders, "create_loader", functools.cache(loaders.create_loader))
+        yield
+
+
 Opener = Callable[..., Any]
 
 
 @pytest.fixture
 def reach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Opener]:
-    """`reach(server, url)` sets what a user sets to reach that server; answers `open(bucket, folder)` for its scheme."""
+    """`reach(server, url)` sets what a user sets to reach that server, and answers `open(bucket, folder)`."""
 
     def prepare(server: Server, url: str | None = None) -> Opener:
         for name, value in server.environment(url or server.url).items():
@@ -122,3 +137,10 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
     monkeypatch.setattr("spill_store_cloud.store.sleep", pauses.append)
     return pauses
+
+
+@pytest.fixture
+def relay_of() -> Iterator[Callable[[Server], Relay]]:
+    """Relays before given servers."""
+    with contextlib.ExitStack() as stack:
+        yield lambda server: stack.enter_context(relayed(server.url))

@@ -26,7 +26,7 @@ class Request:
         return self.headers.get("if-none-match") == "*" or "ifGenerationMatch=0" in self.path
 
 
-@frozen(kw_only=True)
+@frozen
 class Answer:
     """A reply in the server's place; the request does not reach it."""
 
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reply(status, headers, data)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve  # noqa: N815
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

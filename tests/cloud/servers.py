@@ -1,4 +1,4 @@
-"""Real object stores on loopback, started and stopped for the tests, and a relay before them that misbehaves on order."""
+"""Real object stores on loopback, started and stopped for the tests."""
 
 import contextlib
 import json
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request

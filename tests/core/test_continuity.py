@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import Spill, write_folder
-from tests.core.builds import everything, head, journal, newest_entry, position, replace_object, training_state
 
 from spill import arrays
 from spill.cli import run
 from spill.signals import StopRequest
 from spill.stores.local import LocalStore
+from tests.conftest import Spill, write_folder
+from tests.core.builds import everything, head, journal, newest_entry, position, replace_object, training_state
 
-pytestmark = pytest.mark.usefixtures("no_sync", "other_engines")
+pytestmark = pytest.mark.usefixtures("quick", "other_engines")
 
 Build = Callable[..., Path]
 
@@ -54,8 +54,10 @@ def test_three_epochs_stopped_at_each_end_have_three_orders_and_those_of_an_unbr
 
 
 def test_rows_one_by_one_are_each_used_once_when_stopped_at_twenty_of_sixty_four(build: Build) -> None:
+    """With a commit after every step the journal's segments are merged several times on the way."""
     settings: dict[str, Any] = {"rows": 64, "batch": 1, "epochs": 1, "exam": 1, "stages": ["tune"]}
-    whole, stopped = build("whole", **settings), build("stopped", "tune:20", **settings)
+    whole = build("whole", **settings)
+    stopped = build("stopped", "tune:20", options=("--commit-every", "0"), **settings)
     assert sorted(row for step in journal(stopped, "tune") for row in step["rows"]) == list(range(64))
     assert everything(stopped) == everything(whole)
 

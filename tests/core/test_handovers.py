@@ -2,24 +2,31 @@
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from spill.testing.models import tiny_model
 from tests.conftest import Outcome, Spill, write_folder
 from tests.core.builds import everything, files, head, journal, newest_entry, one_line, position
 
-from spill.testing.models import tiny_model
+pytestmark = pytest.mark.usefixtures("quick", "other_engines")
 
-pytestmark = pytest.mark.usefixtures("no_sync", "other_engines")
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, model: Path, build_once: Callable[..., None]) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("stopped") / "folder", model, learning_rate=0.01, exam=2)
+    build_once("build", folder, "--stop-after", "tune:3")
+    return folder
 
 
 @pytest.fixture
-def half(spill: Spill, model: Path, tmp_path: Path) -> Path:
+def half(tmp_path: Path, stopped: Path) -> Path:
     """A folder whose build on the numpy engine stopped at step 3 of 6, with a rate at which three steps show."""
-    folder = write_folder(tmp_path / "folder", model, learning_rate=0.01, exam=2)
-    assert spill("build", folder, "--stop-after", "tune:3").code == 0
-    return folder
+    return Path(shutil.copytree(stopped, tmp_path / "folder"))
 
 
 def state_of(folder: Path) -> Path:

@@ -11,22 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from spill.testing.plugins import install_plugin
 from tests.conftest import Outcome, Spill, write_folder
 from tests.core.builds import entry, everything, files, head, loadable, log_numbers, newest_entry, one_line, position
 from tests.core.killing import KILLED, Nursery, Trap, nursery
 
-from spill.testing.models import tiny_model
-from spill.testing.plugins import install_plugin
-
-pytestmark = pytest.mark.usefixtures("no_sync")
+pytestmark = pytest.mark.usefixtures("quick")
 OFTEN = ("--commit-every", "0")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smallest student, so that a build takes a tenth of a second."""
-    directory = tmp_path_factory.mktemp("small") / "student"
-    return tiny_model(directory, hidden=8, layers=1, heads=2, kv_heads=1, intermediate=8, max_positions=128)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +98,7 @@ def test_kills_at_random_moments_until_it_is_done_change_nothing(
     for attempt in range(60):
         child = children.start("build", ten_rows, "--state", state, *OFTEN, "--takeover", trap=Trap(slow=0.004))
         child.wait_ready()
-        time.sleep(chance.uniform(0.0, 0.1 + attempt * 0.04))
+        time.sleep(chance.uniform(0.0, 0.15 + attempt * 0.08))
         child.signal(signal.SIGKILL)
         code = child.end()
         if (state / "log").is_dir():
@@ -146,7 +138,7 @@ def test_a_sigterm_at_random_moments_saves_and_is_exit_75(
     for attempt in range(60):
         child = children.start("build", ten_rows, "--state", state, *OFTEN, trap=Trap(slow=0.004))
         child.wait_ready()
-        time.sleep(chance.uniform(0.0, 0.1 + attempt * 0.04))
+        time.sleep(chance.uniform(0.0, 0.15 + attempt * 0.08))
         child.signal(signal.SIGTERM)
         code = child.end()
         if code == 0:
@@ -450,9 +442,7 @@ def test_an_object_that_may_not_be_read_stops_the_build_and_is_never_taken_for_d
     assert "damaged" not in done.err + done.out
 
 
-def test_a_read_only_state_can_be_looked_at_and_asked_but_not_resumed(
-    spill: Spill, foreign: Path, nobody: int
-) -> None:
+def test_a_read_only_state_can_be_looked_at_and_asked_but_not_resumed(spill: Spill, foreign: Path, nobody: int) -> None:
     os.seteuid(nobody)
     assert spill("table", foreign).code == 0
     assert spill("resume", foreign).code == 1

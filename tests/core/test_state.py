@@ -1,5 +1,6 @@
 """The state at a store: commits, claims and fences, retention, damage, limits, and formats kept."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,12 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+
+from spill.errors import HeldError, SpillError, StateError
+from spill.records import to_json
+from spill.state import COMMIT_LIMIT, Claim, newest
+from spill.stores import Exists, Store, StoreError, Unanswered
+from spill.stores.local import LocalStore
 from tests.conftest import Spill, write_folder
 from tests.core.builds import (
     SECRETS,
@@ -30,13 +37,7 @@ from tests.core.builds import (
     step_record,
 )
 
-from spill.errors import HeldError, StateError
-from spill.records import to_json
-from spill.state import COMMIT_LIMIT, Claim, newest
-from spill.stores import Exists, Store, StoreError, Unanswered
-from spill.stores.local import LocalStore
-
-pytestmark = pytest.mark.usefixtures("no_sync")
+pytestmark = pytest.mark.usefixtures("quick")
 FORMATS = Path(__file__).parent / "states"
 
 
@@ -306,6 +307,22 @@ def test_a_resume_says_that_it_goes_back_and_ends_like_an_unbroken_build(
     assert everything(state) == everything(tmp_path / "whole")
 
 
+def test_every_command_that_reads_says_that_it_goes_back(spill: Spill, folder: Path, tmp_path: Path) -> None:
+    state = tmp_path / "s"
+    assert spill("build", folder, "--state", state).code == 0
+    os.truncate(state / "log" / f"{log_numbers(state)[-1]}.json", 100)
+    for command in (
+        ("table",),
+        ("ask", "say 1", "--engine", "numpy"),
+        ("export", "--out", tmp_path / "adapter"),
+        ("state", "history"),
+    ):
+        name, rest = (command[:2], command[2:]) if command[0] == "state" else (command[:1], command[1:])
+        done = spill(*name, folder, *rest, "--state", state)
+        assert done.code == 0, done.err
+        assert "going back to commit" in done.out + done.err, name
+
+
 def test_where_no_commit_is_whole_it_is_one_line_and_nothing_is_started_anew(
     spill: Spill, folder: Path, tmp_path: Path
 ) -> None:
@@ -441,7 +458,46 @@ def test_a_fenced_run_deletes_nothing_more(state: Path) -> None:
         alpha.step(4)
 
 
+def test_a_state_that_vanished_under_a_run_is_said_and_not_gone_on_with(store: LocalStore, state: Path) -> None:
+    alpha = Worker(store, "alpha")
+    alpha.step(1)
+    shutil.rmtree(state)
+    with pytest.raises(SpillError):
+        alpha.step(2)
+
+
 # ---- limits and formats
+
+
+@pytest.mark.parametrize("objects", [64, 65], ids=["the most", "one too many"])
+def test_a_run_writes_no_commit_that_it_could_not_read(store: LocalStore, state: Path, objects: int) -> None:
+    alpha = Worker(store, "alpha")
+    alpha.step(1)
+    new = {("tune", f"part-{number:02d}"): [b"x"] for number in range(objects - 1)}
+    try:
+        alpha.claim.write(run=alpha.run, stages={"tune": alpha.claim.commit.stages["tune"]}, new=new)
+    except SpillError:
+        assert objects == 65
+    found = newest(store)
+    assert found is not None
+    assert found.notes == ()
+    assert found.commit.number == log_numbers(state)[-1]
+
+
+def test_where_hard_links_are_refused_a_create_is_exclusive_all_the_same(
+    store: LocalStore, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    alpha = Worker(store, "alpha")
+    alpha.step(1)
+    Worker(store, "beta").step(2)
+    with pytest.raises(HeldError, match="beta"):
+        alpha.step(2)
+    assert position(state, "tune") == 2
+    assert not list(state.rglob(".*"))
 
 
 MANY_LIBRARIES = {f"library-{number}": "1.2.3+cpu.avx512" for number in range(60)}
@@ -472,9 +528,7 @@ def test_machines_that_take_turns_many_times_still_fit_into_a_commit(store: Loca
     assert {run.machine for run in commit.runs} == {"alpha", "beta"}
 
 
-def test_a_newer_format_is_refused_with_both_numbers_and_left_alone(
-    spill: Spill, folder: Path, tmp_path: Path
-) -> None:
+def test_a_newer_format_is_refused_with_both_numbers_and_left_alone(spill: Spill, folder: Path, tmp_path: Path) -> None:
     state = tmp_path / "s"
     assert spill("build", folder, "--state", state, "--stop-after", "eval:base:1").code == 0
     rewrite(state, lambda plain: plain.update(format=2, tomorrow={"anything": [1]}))
@@ -535,5 +589,3 @@ def test_a_state_of_every_format_so_far_is_read_and_resumed(
     assert journal(state, "tune")[:3] == before
     assert [step["step"] for step in journal(state, "tune")] == [1, 2, 3, 4]
     assert head(state).stages["eval:tuned"].finished
-
-

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from spill.plugins import discover
+from spill.plugins import Detection, discover
 from spill_engine_torch import detect
 
 CPU_BUILD = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
@@ -60,7 +61,9 @@ def test_the_plugin_registers_three_engines() -> None:
 
 
 @pytest.mark.parametrize("engine", [detect.cpu, detect.cuda, detect.mps])
-def test_without_torch_none_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine) -> None:
+def test_without_torch_none_is_available(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Callable[[], Detection]
+) -> None:
     build(monkeypatch, tmp_path, None)
     seen = engine()
     assert not seen.available

@@ -175,7 +175,7 @@ def test_code_that_comes_with_a_model_is_not_run(tiny: Path) -> None:
 def test_tokens_outside_the_vocabulary_are_refused(tiny: Path) -> None:
     engine = opened(tiny)
     prompt = np.array([1, 2, 259], dtype=np.int32)
-    with pytest.raises(ValueError, match="row 1 .* 0 to 258"):
+    with pytest.raises(ValueError, match=r"row 1 .* 0 to 258"):
         engine.generate([prompt[:2], prompt], 3, [])
     with pytest.raises(ValueError, match="row 0 is empty"):
         engine.generate([prompt[:0]], 3, [])

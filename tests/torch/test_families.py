@@ -79,7 +79,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     targets = tuple(
         Target(name=name, in_features=layer.in_features, out_features=layer.out_features)
         for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear) and name != "lm_head"
+        if isinstance(layer, torch.nn.Linear) and (name != "lm_head" or not model.config.tie_word_embeddings)
     )
     layouts = ("packed", "padded") if name in PACKED else ("padded",)
     return Family(path=path, spec=AdapterSpec(rank=4, alpha=8.0, targets=targets), layouts=layouts)

@@ -263,13 +263,15 @@ def ask(session: Session, /, prompt: str | None, **options: Any) -> None:
 @STATE
 @STUDENT
 @WEIGHTS
-@click.option("--out", required=True, metavar="DIR", help="A new folder for the adapter.")
+@click.option("--out", required=True, metavar="DIR", help="A new folder.")
+@click.option("--layout", type=click.Choice(["peft", "mlx"]), default="peft", show_default=True, help="The adapter's.")
+@click.option("--merged", is_flag=True, help="The whole model, with the adapter merged in.")
 @click.pass_obj
 def export(session: Session, /, **options: Any) -> None:
-    """Write the tuned adapter in PEFT's layout."""
-    from spill.use import export_adapter
+    """Write the tuned adapter, or the whole tuned model."""
+    from spill import use
 
-    _print(export_adapter(registry=_registry(), stop=session.stop, **options))
+    _print(use.export(registry=_registry(), stop=session.stop, **options))
 
 
 @main.command()

@@ -1,36 +1,32 @@
-"""Handing the tuned adapter to other tools: PEFT's layout."""
+"""Handing the tuned model to other tools: the adapter as PEFT or mlx-lm reads it, or a whole merged model directory."""
 
 import os
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from attrs import frozen
+
 from spill import arrays
-from spill.engine import AdapterSpec, TrainingState
+from spill.arrays import TensorInfo
+from spill.engine import AdapterSpec, Float32, TrainingState
 from spill.environment import nonce
 from spill.errors import InputError, StoreError
-from spill.models import TAGS
+from spill.models import TAGS, Model
 from spill.records import Plan, to_json
 from spill.stores import Buffer
 
 PEFT_PREFIX = "base_model.model."
+CHUNK = 8 * 2**20
+_LAYER = re.compile(r"(.*\.(?:layers|h)\.(\d+)\.)(.+)")
 
 
-def write_peft(directory: Path, state: TrainingState, spec: AdapterSpec, plan: Plan) -> list[Path]:
-    """`adapter_model.safetensors` and `adapter_config.json` as peft reads them. The same state gives the same bytes.
-
-    Raises:
-        InputError: the directory exists and is not empty.
-        StoreError: it cannot be written.
-    """
-    try:
-        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-    except OSError as error:
-        raise StoreError(f"cannot look into {directory}: {error.strerror or error}; give another --out") from error
-    if taken:
-        raise InputError(f"{directory} is there already; give --out a folder that is new or empty")
-    names = {name: f"{PEFT_PREFIX}{name}.weight" for name in state.adapter}
-    weights = arrays.write_parts({names[name]: array for name, array in state.adapter.items()}, {"format": "pt"})
+def peft_files(state: TrainingState, spec: AdapterSpec, plan: Plan) -> dict[str, Sequence[Buffer]]:
+    """`adapter_model.safetensors` and `adapter_config.json` as peft reads them."""
+    weights = {f"{PEFT_PREFIX}{name}.weight": array for name, array in state.adapter.items()}
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -45,24 +41,106 @@ def write_peft(directory: Path, state: TrainingState, spec: AdapterSpec, plan: P
         "use_dora": False,
         "use_rslora": False,
     }
+    return {
+        "adapter_model.safetensors": arrays.write_parts(weights, {"format": "pt"}),
+        "adapter_config.json": [to_json(config)],
+    }
+
+
+def mlx_files(state: TrainingState, spec: AdapterSpec, plan: Plan) -> dict[str, Sequence[Buffer]]:
+    """`adapters.safetensors` and `adapter_config.json` as mlx-lm reads them: transposed, (in, rank) and (rank, out)."""
+    weights: dict[str, Float32] = {}
+    keys: set[str] = set()
+    layers = 0
+    for target in spec.targets:
+        place = _LAYER.fullmatch(target.name)
+        if place is None:
+            raise InputError(f"mlx-lm adapts layers of blocks only, {target.name} is none; use --layout peft")
+        keys.add(place[3])
+        layers = max(layers, int(place[2]) + 1)
+        for side in ("a", "b"):
+            array = state.adapter[f"{target.name}.lora_{side.upper()}"]
+            weights[f"{target.name}.lora_{side}"] = np.ascontiguousarray(array.T)
+    config: dict[str, Any] = {
+        "fine_tune_type": "lora",
+        "model": repository(plan.student),
+        "num_layers": layers,
+        "lora_parameters": {"rank": spec.rank, "scale": spec.scale, "dropout": 0.0, "keys": sorted(keys)},
+    }
+    return {
+        "adapters.safetensors": arrays.write_parts(weights, {"format": "mlx"}),
+        "adapter_config.json": [to_json(config)],
+    }
+
+
+LAYOUTS: Mapping[str, Callable[[TrainingState, AdapterSpec, Plan], dict[str, Sequence[Buffer]]]] = {
+    "peft": peft_files,
+    "mlx": mlx_files,
+}
+
+
+def write_adapter(directory: Path, layout: str, state: TrainingState, spec: AdapterSpec, plan: Plan) -> list[Path]:
+    """Write the adapter's files. The same state gives the same bytes.
+
+    Raises:
+        InputError: the directory exists and is not empty.
+        StoreError: it cannot be written.
+    """
+    files = LAYOUTS[layout](state, spec, plan)
+    _refuse_taken(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        files: dict[str, Sequence[Buffer]] = {
-            "adapter_model.safetensors": weights,
-            "adapter_config.json": [to_json(config)],
-        }
         for name, parts in files.items():
-            temporary = directory / f".{name}.{nonce()}"
-            try:
-                with open(temporary, "xb") as file:
-                    for part in parts:
-                        file.write(part)
-                os.replace(temporary, directory / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with _Appearing(directory / name) as file:
+                for part in parts:
+                    file.write(part)
     except OSError as error:
         raise StoreError(f"cannot write {directory}: {error.strerror or error}; give another --out") from error
     return [directory / name for name in files]
+
+
+@frozen(kw_only=True)
+class Merged:
+    """What merging wrote, and the largest change that rounding to the base's dtype made to a weight."""
+
+    files: tuple[Path, ...]
+    dtype: str
+    rounding: float
+
+
+def write_merged(directory: Path, model: Model, state: TrainingState, spec: AdapterSpec) -> Merged:
+    """A whole model directory in the base's dtype: `W + (alpha / rank) * B A`, computed in float32.
+
+    Raises:
+        InputError: the directory exists and is not empty.
+        StoreError: it cannot be written.
+    """
+    _refuse_taken(directory)
+    targets = {f"{target.name}.weight": target.name for target in spec.targets}
+    worst, dtypes = 0.0, set()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for source in model.files():
+            if source.suffix != ".safetensors":
+                shutil.copyfile(source, directory / source.name)
+                continue
+            infos = arrays.read_header(source)
+            with open(source, "rb") as old, _Appearing(directory / source.name) as new:
+                _copy(old, new, min(info.start for info in infos.values()))
+                for name, info in sorted(infos.items(), key=lambda item: item[1].start):
+                    if name not in targets:
+                        old.seek(info.start)
+                        _copy(old, new, info.end - info.start)
+                        continue
+                    merged = arrays.load_float32(source, info) + _delta(state, targets[name], spec.scale)
+                    stored, error = _rounded(merged, info)
+                    worst = max(worst, error)
+                    dtypes.add(info.dtype)
+                    new.write(stored)
+    except OSError as error:
+        raise StoreError(f"cannot write {directory}: {error.strerror or error}; give another --out") from error
+    files = tuple(sorted(directory.iterdir()))
+    return Merged(files=files, dtype=", ".join(sorted(dtypes)), rounding=worst)
 
 
 def repository(student: str) -> str:
@@ -70,3 +148,56 @@ def repository(student: str) -> str:
     if student.startswith("hf:"):
         return student[3:].split("@")[0]
     return TAGS[student].repository if student in TAGS else student
+
+
+def _delta(state: TrainingState, name: str, scale: float) -> Float32:
+    product = state.adapter[f"{name}.lora_B"] @ state.adapter[f"{name}.lora_A"]
+    return (product * np.float32(scale)).astype(np.float32)
+
+
+def _rounded(merged: Float32, info: TensorInfo) -> tuple[bytes, float]:
+    """The bytes of the tensor in its file's dtype, to the nearest and ties to even, and the largest change."""
+    if info.dtype == "BF16":
+        bits = np.ascontiguousarray(merged).view(np.uint32)
+        high = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
+        back = (high.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return high.tobytes(), float(np.abs(back - merged).max())
+    narrow = merged.astype({"F32": "<f4", "F16": "<f2"}[info.dtype])
+    return narrow.tobytes(), float(np.abs(narrow.astype(np.float32) - merged).max())
+
+
+def _copy(old: Any, new: Any, size: int) -> None:
+    while size:
+        block = old.read(min(size, CHUNK))
+        if not block:
+            raise OSError("the model's weights end early")
+        new.write(block)
+        size -= len(block)
+
+
+def _refuse_taken(directory: Path) -> None:
+    try:
+        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    except OSError as error:
+        raise StoreError(f"cannot look into {directory}: {error.strerror or error}; give another --out") from error
+    if taken:
+        raise InputError(f"{directory} is there already; give --out a folder that is new or empty")
+
+
+class _Appearing:
+    """A file that appears under its name only once it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{nonce()}")
+
+    def __enter__(self) -> Any:
+        self._file = open(self._temporary, "xb")
+        return self._file
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._file.close()
+        if kind is None:
+            os.replace(self._temporary, self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from spill.errors import NumericsError
 
 DRIFT_LIMIT = 1e-3  # nats; two instruction sets differ by 2e-5 in float32, an adapter scaled by 1.02 by 3e-2
 PROBE_LENGTH = 512
+LOSS_LIMIT = 1e6  # nats; above it no model's loss lies, but integers that no float can hold
 
 Losses = Sequence[Sequence[float]]
 
@@ -31,7 +32,7 @@ def fits(losses: object, rows: Sequence[Row]) -> bool:
     return all(
         isinstance(of_row, list | tuple)
         and len(of_row) == int(row.mask.sum())
-        and all(isinstance(x, int | float) for x in of_row)
+        and all(type(x) in (int, float) and abs(x) < LOSS_LIMIT for x in of_row)
         for of_row, row in zip(losses, rows, strict=True)
     )
 

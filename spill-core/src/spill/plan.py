@@ -191,7 +191,7 @@ def missing_stage_plugin(plan: Plan, registry: Registry) -> None:
             broken = next((p for p in registry.plugins if p.cause and p.distribution == named), None)
             if broken:
                 hint = f"{broken.label} is broken: {broken.cause} (`spill plugins` shows all of it)"
+            bringer = printable(repr(named)) if named else "an unnamed plugin"
             raise PluginError(
-                f"the state has a stage {printable(stage)!r} of {printable(named) or 'an unnamed plugin'}, and nothing "
-                f"installed here brings it: {hint}"
+                f"the state has a stage {printable(stage)!r} of {bringer}, and nothing installed here brings it: {hint}"
             )

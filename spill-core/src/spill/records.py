@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
-from attrs import field, frozen
+from attrs import field, frozen, validators
 from cattrs.gen import make_dict_structure_fn
 
 from spill.engine import Numerics
 
 FORMAT = 1
+DEPTH_LIMIT = 32
+CLAIM_LIMIT = 10**12
 
 Scalar = str | int | float | bool
 T = TypeVar("T")
@@ -61,8 +63,9 @@ class Run:
     """One start of spill. `work` maps a stage to the positions it took it from and to; `starts` is above 1 where the
     rows of several runs were folded into one to keep a commit small."""
 
-    nonce: str
-    claim: int
+    # Both stand in names of objects, so a state may not put anything else there.
+    nonce: str = field(validator=validators.matches_re(r"[0-9a-f]{16}"))
+    claim: int = field(validator=[validators.ge(0), validators.lt(CLAIM_LIMIT)])
     started: str
     engine: str
     machine: str
@@ -214,16 +217,34 @@ def from_json(data: bytes) -> Any:
     """Plain values from untrusted UTF-8 JSON.
 
     Raises:
-        Malformed: not UTF-8, not JSON, too deeply nested, a doubled key, or a number that is not finite.
+        Malformed: not UTF-8, not JSON, nested too deeply to be written again, a doubled key, a number that is not
+            finite, or half of a surrogate pair, which no encoding has.
     """
     try:
-        return json.loads(
+        value = json.loads(
             data.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite
         )
+        _refuse_depth(value)
+        if re.search(rb"\\u[dD][89a-fA-F]", data):
+            json.dumps(value, ensure_ascii=False).encode()
     except Malformed:
         raise
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON: {error}") from None
+    return value
+
+
+def _refuse_depth(value: Any) -> None:
+    layer = [value]
+    for _ in range(DEPTH_LIMIT):
+        layer = [inner for item in layer for inner in _inner(item)]
+        if not layer:
+            return
+    raise Malformed(f"nested deeper than {DEPTH_LIMIT} levels")
+
+
+def _inner(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -243,7 +264,8 @@ def _finite(text: str) -> float:
     return value
 
 
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Control characters, those that turn or break lines, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str, limit: int = 200, keep_lines: bool = False) -> str:

@@ -15,7 +15,7 @@ from spill.folder import load
 from spill.models.text import Text
 from spill.plugins import Registry
 from spill.records import Plan, printable
-from spill.runner import Place, find, open_engine, pinned, saved_stage, stored_folder
+from spill.runner import Place, find, locate, open_engine, pinned, saved_stage, stored_folder
 from spill.signals import StopRequest
 from spill.stages.tune import STATE_ROLE, parse_state
 
@@ -96,10 +96,12 @@ def open_answers(
     Raises:
         StateError: the tune is not finished and `base` was not asked for.
     """
+    directory = locate(where["target"], where["state"]).directory
+    name = engine or (load(directory).settings({}).engine if directory else None)
+    spec = registry.engine(name) if name else registry.choose_engine()[0]
     made = _made(registry=registry, stop=stop, **where)
     if made.state is None and not base:
         raise _no_tune(made, "; ask the untrained model with --base")
-    spec = registry.engine(engine) if engine else registry.choose_engine()[0]
     text = Text.load(made.model.directory, models.stop_ids(made.model))
     opened = open_engine(spec, made.model.directory, made.adapter, Numerics(dtype=made.plan.dtype), stop.tick)
     window = made.model.config.get("max_position_embeddings")
@@ -120,16 +122,29 @@ def open_answers(
         opened.close()
 
 
-def export_adapter(*, out: str, registry: Registry, stop: StopRequest, **where: Any) -> list[str]:
-    """Write the tuned adapter in PEFT's layout; lines for the user."""
-    from spill.export import repository, write_peft
+def export(*, out: str, layout: str, merged: bool, registry: Registry, stop: StopRequest, **where: Any) -> list[str]:
+    """Write the tuned adapter, or the base with it merged in; lines for the user.
+
+    Raises:
+        StateError: the tune is not finished.
+        InputError: `out` exists and is not empty.
+    """
+    from spill.export import repository, write_adapter, write_merged
 
     made = _made(registry=registry, stop=stop, **where)
     if made.state is None:
         raise _no_tune(made, "")
-    files = write_peft(Path(out), made.state, made.adapter, made.plan)
+    if merged:
+        done = write_merged(Path(out), made.model, made.state, made.adapter)
+        return [f"wrote {path}" for path in done.files] + [
+            f"merged in float32, stored as {done.dtype}: rounding changed a weight by at most {done.rounding:.1e}",
+            f"next: load {out} as any model directory",
+        ]
+    files = write_adapter(Path(out), layout, made.state, made.adapter, made.plan)
     known = repository(made.plan.student)
-    base = known if "/" in known else str(made.model.directory)
-    return [f"wrote {path}" for path in files] + [
-        f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({printable(base)!r}), {out!r})"
-    ]
+    base = printable(known if "/" in known else str(made.model.directory))
+    following = {
+        "peft": f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {out!r})",
+        "mlx": f"mlx_lm.load({base!r}, adapter_path={out!r})",
+    }
+    return [*(f"wrote {path}" for path in files), f"next: {following[layout]}"]

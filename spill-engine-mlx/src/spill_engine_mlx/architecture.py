@@ -1,12 +1,14 @@
-"""What config.json means: read as transformers reads it, put into mlx-lm's words, refused where mlx-lm means another."""
+"""What config.json means: read as transformers reads it, put into mlx-lm's words, refused where that cannot be."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from spill.errors import ModelError
 
@@ -86,10 +88,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     path = model_dir / "config.json"
     kind = _read_kind(path)
     family = _FAMILIES[kind]
-    try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"transformers cannot read {path}: {' '.join(str(error).split())}") from error
+    config = _read_config(path)
     rope = _read_rope(config, kind, family)
     for name, value in family.fixed.items():
         found = getattr(config, name, None)
@@ -118,15 +117,34 @@ def _read_kind(path: Path) -> str:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}; is the model whole?") from error
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ModelError(
-            f"the engine mlx does not compute models of type {ascii(kind)}, only {', '.join(_FAMILIES)}: "
+            f"the engine mlx does not compute models of type {kind!a}, only {', '.join(_FAMILIES)}: "
             "choose another engine or model"
         )
     for name in ("quantization", "quantization_config", "per_layer_config"):
         if raw.get(name):
             raise _refusal(kind, f"{name}, which this engine does not read")
-    return str(kind)
+    return kind
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    try:
+        with _quiet():
+            return AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its validators raise a dozen kinds, down to ZeroDivisionError
+        raise ModelError(f"transformers cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines of transformers below errors, for a while."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _refusal(kind: str, what: str) -> ModelError:
@@ -137,9 +155,9 @@ def _read_rope(config: PreTrainedConfig, kind: str, family: _Family) -> dict[str
     """The rotary positions' parameters, complete: transformers moves them here from wherever the file has them."""
     rope = dict(config.rope_parameters or {})
     name = rope.get("rope_type")
-    if name not in family.rope or "rope_theta" not in rope:
+    if name not in family.rope or not isinstance(rope.get("rope_theta"), (int, float)):
         known = " and ".join(sorted(family.rope))
-        raise _refusal(kind, f"rotary positions of type {name!r}, of which only {known} are known to be the same")
+        raise _refusal(kind, f"rotary positions {rope}, of which only {known} are known to be the same")
     if not family.partial_rotary and rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise _refusal(kind, f"partial_rotary_factor {rope['partial_rotary_factor']!r}, which mlx-lm ignores")
     return rope

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from spill.engine import Completion, Int32, Tick
 from spill_engine_mlx.layout import common_prefix, padded
-from spill_engine_mlx.model import HIDDEN, CausalModel, Mask, Past
+from spill_engine_mlx.model import HIDDEN, Cache, CausalModel, Mask, Past
 
 # Room for so many more tokens is made at a time.
 _GROWTH = 32
@@ -63,27 +63,25 @@ def _batches(
         yield indices
 
 
-class _Grown(Past):
-    """A layer's past with room for tokens to come, one at a time, so that appending one copies none."""
+class _Grown:
+    """A layer's keys and values with room for tokens to come, one at a time, so that appending one copies none."""
 
-    def __init__(self, past: Past, length: int) -> None:
-        super().__init__()
-        self.keys, self.values = past.keys, past.values
-        self._length = length
+    def __init__(self, held: Sequence[mx.array]) -> None:
+        self.offset: int | mx.array = 0
+        self.held = list(held)
+        self._length = held[0].shape[2]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        assert self.keys is not None and self.values is not None, "made from a past that holds the prompts"
-        if self._length == self.keys.shape[2]:
-            self.keys, self.values = _widened(self.keys), _widened(self.values)
         end = self._length + 1
-        self.keys[:, :, self._length : end] = keys
-        self.values[:, :, self._length : end] = values
+        if self._length == self.held[0].shape[2]:
+            self.held = [_widened(array) for array in self.held]
+        for array, new in zip(self.held, (keys, values), strict=True):
+            array[:, :, self._length : end] = new
         self._length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.held[0][:, :, :end], self.held[1][:, :, :end]
 
     def keep(self, rows: mx.array) -> None:
-        assert self.keys is not None and self.values is not None, "made from a past that holds the prompts"
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.held = [array[rows] for array in self.held]
 
 
 class _Batch:
@@ -104,23 +102,20 @@ class _Batch:
         self._tokens: list[list[int]] = [[] for _ in indices]
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         shared = common_prefix(prompts, int(lengths.min()) - 1) if len(prompts) > 1 else 0
-        before: Sequence[Past] = ()
+        past = model.new_past()
         tick()
         if shared:
-            before = model.new_past()
             places = mx.arange(shared)[None]
-            model.states(mx.array(prompts[0][None, :shared]), before, Mask(places, places), adapters, model.dtype)
-            mx.eval([[past.keys, past.values] for past in before])
+            model.states(mx.array(prompts[0][None, :shared]), past, Mask(places, places), adapters, model.dtype)
+            mx.eval([layer.held for layer in past])
+            past = [Past(shared, layer.held) for layer in past]
             tick()
         own = padded([prompt[shared:] for prompt in prompts])
         width = own.shape[1]
-        past = model.new_past(shared, before)
         places = mx.arange(shared + width)[None]
-        last = np.arange(len(prompts)) * width + lengths - 1 - shared
-        self._next = self._choose(
-            mx.array(own), past, Mask(places[:, shared:], places), mx.array(last.astype(np.int32))
-        )
-        self._past = [_Grown(layer, shared + width) for layer in past]
+        last = (np.arange(len(prompts)) * width + lengths - 1 - shared).astype(np.int32)
+        self._next = self._choose(mx.array(own), past, Mask(places[:, shared:], places), mx.array(last))
+        self._past = [_Grown(layer.held) for layer in past]
         # The position of each row's next token, and of every key in the cache.
         self._positions = lengths
         columns = np.arange(shared + width, dtype=np.int32)[None]
@@ -168,12 +163,10 @@ class _Batch:
             for layer in self._past:
                 layer.keep(mx.array(rows))
 
-    def _choose(self, ids: mx.array, past: Sequence[Past], mask: Mask, positions: mx.array) -> list[int]:
+    def _choose(self, ids: mx.array, past: Sequence[Cache], mask: Mask, positions: mx.array) -> list[int]:
         """Run `ids` (rows, tokens) through the model; the likeliest token at `positions`, the first on ties."""
         states = self._model.states(ids, past, mask, self._adapters, self._model.dtype)
         chosen = self._model.logits(states, positions).astype(mx.float32).argmax(axis=-1)
-        # What is not computed now would be computed at the next token, together with all that it came from.
-        mx.eval(chosen, [[layer.keys, layer.values] for layer in past])
         return chosen.tolist()
 
 

@@ -24,7 +24,7 @@ from spill.engine import (
 )
 from spill_engine_mlx.decode import BatchLimits, decode
 from spill_engine_mlx.layout import LAYOUT, Laid, lay, micro_batches
-from spill_engine_mlx.model import CausalModel, Mask
+from spill_engine_mlx.model import CausalModel, Mask, Past
 from spill_engine_mlx.opening import Host
 from spill_engine_mlx.state import DeviceState, global_norm
 
@@ -121,12 +121,12 @@ class MlxEngine:
         versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm", "numpy", "transformers")}
         if self._host.blas:
             versions["blas"] = self._host.blas
-        on_cpu = self._host.device == "cpu"
+        on_cpu = mx.default_device() == mx.cpu
+        # OpenBLAS shares products out by the number of threads, and that shows in the last bits.
+        processor = f"{platform.machine()} {self._host.kernels}".strip() + f", {self._host.threads} threads"
         return Facts(
-            device=str(mx.default_device().type).rpartition(".")[2],
-            hardware=f"{platform.machine()} {self._host.kernels}".strip()
-            if on_cpu
-            else mx.device_info()["device_name"],
+            device="cpu" if on_cpu else self._host.device,
+            hardware=processor if on_cpu else str(mx.device_info()["device_name"]),
             threads=self._host.threads,
             numerics=self._numerics,
             versions=versions,
@@ -142,12 +142,11 @@ class MlxEngine:
         """`-log softmax(logits)[target]` of every answer token, float32 (answers,), not yet computed."""
         model, shared = self._model, len(laid.prefix)
         places = mx.arange(shared + laid.ids.shape[1])[None]
-        before = model.new_past()
+        past = model.new_past()
         if shared:
-            model.states(
-                mx.array(laid.prefix[None]), before, Mask(places[:, :shared], places[:, :shared]), adapters, dtype
-            )
-        past = model.new_past(shared, before)
+            own = Mask(places[:, :shared], places[:, :shared])
+            model.states(mx.array(laid.prefix[None]), past, own, adapters, dtype)
+            past = [Past(shared, layer.held) for layer in past]
         states = model.states(mx.array(laid.ids), past, Mask(places[:, shared:], places), adapters, dtype)
         logits = model.logits(states, mx.array(laid.positions)).astype(mx.float32)
         chosen = mx.take_along_axis(logits, mx.array(laid.targets)[:, None], axis=-1)[:, 0]

@@ -1,14 +1,14 @@
-"""A causal language model of mlx-lm, opened from safetensors, with its layers replaced and masks and caches of our own."""
+"""A causal language model of mlx-lm, opened from safetensors, with layers, masks and caches of our own."""
 
 import importlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from spill.arrays import TensorInfo, read_header
 from spill.engine import Target, Tick
@@ -22,30 +22,34 @@ _EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", 
 HIDDEN = 2**30
 
 
+class Cache(Protocol):
+    """What mlx-lm's attention asks of a cache: `offset`, the position of the first token given to it (an int, or int32
+    (rows,)), and to append keys and values (rows, heads, tokens, size) and answer with all of them."""
+
+    offset: int | mx.array
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]: ...
+
+
 class Past:
-    """The keys and values of one layer for tokens already computed, as mlx-lm's attention asks for them.
+    """The keys and values of one layer for the tokens computed so far, in `held`. A prefix that was computed once, with
+    one row, is seen by any number of rows after it."""
 
-    `offset` is the position of the first token that comes next: an int, or int32 (rows,). A prefix that was computed
-    once, with one row, is seen by any number of rows after it.
-    """
-
-    def __init__(self, offset: int | mx.array = 0, before: "Past | None" = None) -> None:
+    def __init__(self, offset: int = 0, held: Sequence[mx.array] = ()) -> None:
         self.offset = offset
-        self.keys: mx.array | None = before.keys if before is not None else None
-        self.values: mx.array | None = before.values if before is not None else None
+        self.held = held
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (rows, heads, tokens, size), and answer with everything."""
-        if self.keys is not None and self.values is not None:
-            keys, values = _appended(self.keys, keys), _appended(self.values, values)
-        self.keys, self.values = keys, values
+        if self.held:
+            keys, values = _appended(self.held[0], keys), _appended(self.held[1], values)
+        self.held = (keys, values)
         return keys, values
 
 
 class CausalModel:
     """Frozen weights, in their own dtype or answering in float32, with or without adapters.
 
-    On a CPU the numbers of a bfloat16 model are kept as float32: MLX multiplies bfloat16 there some thirty times slower.
+    On a CPU the numbers of a bfloat16 model are kept as float32: MLX multiplies bfloat16 there far more slowly.
     """
 
     def __init__(self, model_dir: Path, dtype: mx.Dtype, scale: float, tick: Tick) -> None:
@@ -58,8 +62,8 @@ class CausalModel:
         self._stored = mx.float32 if mx.default_device() == mx.cpu else dtype
         self._architecture = read_architecture(model_dir)
         self._adapters = Adapters(scale)
-        body, epsilon = _build(self._architecture)
-        weights = _Weights(model_dir, self._architecture, body, dtype, self._stored)
+        weights = _Weights(model_dir, dtype, self._stored)
+        body, epsilon = _build(self._architecture, weights)
         self._linears: dict[str, Linear] = {}
         self._layers: list[Any] = []
         for index, layer in enumerate(body.layers):
@@ -67,10 +71,10 @@ class CausalModel:
             self._replace(layer, f"model.layers.{index}", weights)
             self._layers.append(layer)
         tick()
-        self._norm = self._new_norm(weights[_FINAL_NORM], epsilon)
-        self._embedding = weights[_EMBEDDING]
+        self._norm = self._new_norm(weights.load(_FINAL_NORM), epsilon)
+        self._embedding = weights.load(_EMBEDDING)
         tick()
-        self._head = Linear(weights[_HEAD] if _HEAD in weights else self._embedding, None)
+        self._head = Linear(weights.load(_HEAD) if _HEAD in weights.names else self._embedding, None)
         self.vocabulary = int(self._embedding.shape[0])
 
     def adapt(self, target: Target) -> None:
@@ -90,14 +94,14 @@ class CausalModel:
             )
         linear.adapt(target.name, self._adapters)
 
-    def new_past(self, offset: int | mx.array = 0, before: Sequence[Past] = ()) -> list[Past]:
-        """What every layer holds of the tokens before `offset`: nothing, or what `before` does."""
-        return [Past(offset, earlier) for earlier in before] if before else [Past(offset) for _ in self._layers]
+    def new_past(self) -> list[Past]:
+        """Of every layer, before the first token."""
+        return [Past() for _ in self._layers]
 
     def states(
         self,
         ids: mx.array,
-        past: Sequence[Past],
+        past: Sequence[Cache],
         mask: "Mask",
         adapters: Mapping[str, mx.array] | None,
         dtype: mx.Dtype,
@@ -105,7 +109,7 @@ class CausalModel:
         """The last layer's output (rows, tokens, features) for `ids` int32 (rows, tokens), computed in `dtype`.
 
         Args:
-            past: one per layer, from `new_past`; it takes in the tokens of `ids`.
+            past: one per layer; each takes in the tokens of `ids`.
             mask: which keys, past and new, the tokens of `ids` see.
             adapters: by name, float32; None is the base.
         """
@@ -142,11 +146,11 @@ class CausalModel:
         for name, module in layer.named_modules():
             parent, _, attribute = name.rpartition(".")
             if isinstance(module, nn.Linear):
-                bias = weights[f"{place}.{name}.bias"] if "bias" in module else None
-                new: Linear | Norm = Linear(weights[f"{place}.{name}.weight"], bias)
+                bias = weights.load(f"{place}.{name}.bias") if "bias" in module else None
+                new: Linear | Norm = Linear(weights.load(f"{place}.{name}.weight"), bias)
                 self._linears[f"{place}.{name}"] = new
             elif _is_norm(module):
-                new = self._new_norm(weights[f"{place}.{name}.weight"], module.eps)
+                new = self._new_norm(weights.load(f"{place}.{name}.weight"), module.eps)
             else:
                 continue
             setattr(_submodule(layer, parent), attribute, new)
@@ -179,59 +183,77 @@ class Mask:
 class _Weights:
     """The tensors of a model directory, by name; each is read when it is asked for."""
 
-    def __init__(
-        self, model_dir: Path, architecture: Architecture, body: nn.Module, dtype: mx.Dtype, stored: mx.Dtype
-    ) -> None:
-        """Read the headers and compare them with what the model needs.
+    def __init__(self, model_dir: Path, dtype: mx.Dtype, stored: mx.Dtype) -> None:
+        """Read the headers. Tensors will be cast to `dtype`, and their numbers kept as `stored`.
+
+        Raises:
+            ModelError: a file is not safetensors, or not whole.
+        """
+        self.directory, self._dtype, self._stored = model_dir, dtype, stored
+        self._infos: dict[str, TensorInfo] = {}
+        self._paths: dict[str, Path] = {}
+        self._files: dict[Path, dict[str, mx.array]] = {}
+        for path in sorted(model_dir.glob("model*.safetensors")):
+            for name, info in read_header(path).items():
+                self._infos[name], self._paths[name] = info, path
+
+    def check(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare with the shapes that a model needs.
 
         Raises:
             ModelError: a tensor is missing, unknown, of another shape, or of a dtype that cannot be read.
         """
-        self._dtype, self._stored = dtype, stored
-        self._files: dict[str, dict[str, mx.array]] = {}
-        infos: dict[str, TensorInfo] = {}
-        self._paths: dict[str, Path] = {}
-        for path in sorted(model_dir.glob("model*.safetensors")):
-            for name, info in read_header(path).items():
-                infos[name], self._paths[name] = info, path
-        needed = {f"model.{name}": tuple(array.shape) for name, array in nn.utils.tree_flatten(body.parameters())}
-        if _HEAD in infos or not architecture.tied:
-            needed[_HEAD] = needed[_EMBEDDING]
-        faults = [f"{name} is missing" for name in sorted(needed.keys() - infos.keys())]
-        for name, info in infos.items():
-            if name.endswith("rotary_emb.inv_freq"):
+        faults = [f"{name} is missing" for name in sorted(needed.keys() - self._infos.keys())]
+        for name, info in self._infos.items():
+            if name.endswith("rotary_emb.inv_freq"):  # computed anew, as transformers does
                 continue
             if name not in needed:
                 faults.append(f"{name} is not part of such a model")
             elif info.shape != needed[name] or info.dtype not in _READABLE:
-                faults.append(f"{name} is {info.dtype} {info.shape}, needed is {needed[name]} in {_READABLE}")
+                kinds = ", ".join(_READABLE)
+                faults.append(f"{name} is {info.dtype} {info.shape}, it must be {needed[name]} and one of {kinds}")
         if faults:
-            raise ModelError(
-                f"the weights in {model_dir} do not fit its config.json; the first of all: {faults[0]}", faults
-            )
+            more = f" (and {len(faults) - 1} more)" if faults[1:] else ""
+            raise ModelError(f"the weights in {self.directory} do not fit its config.json: {faults[0]}{more}", faults)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._paths
+    @property
+    def names(self) -> Collection[str]:
+        return self._infos.keys()
 
-    def __getitem__(self, name: str) -> mx.array:
+    def load(self, name: str) -> mx.array:
+        """One tensor, cast, and on the device when this returns."""
         path = self._paths[name]
-        if str(path) not in self._files:
-            self._files[str(path)] = mx.load(str(path))
-        array = self._files[str(path)].pop(name).astype(self._dtype).astype(self._stored)
+        if path not in self._files:
+            self._files[path] = mx.load(str(path))
+        array = self._files[path].pop(name).astype(self._dtype).astype(self._stored)
         mx.eval(array)
         return array
 
 
-def _build(architecture: Architecture) -> tuple[nn.Module, float]:
-    """mlx-lm's model without its head, and its norms' epsilon. Its random weights are never computed, and the
-    generator they would be drawn from is left as it was."""
+def _build(architecture: Architecture, weights: _Weights) -> tuple[nn.Module, float]:
+    """mlx-lm's model without its head, for which `weights` are whole, and its norms' epsilon. Its random weights are
+    never computed, and the generator that they would be drawn from is left as it was.
+
+    Raises:
+        ModelError: mlx-lm cannot build it, or the weights do not fit.
+    """
+    last = f"model.layers.{len(architecture.windows) - 1}.input_layernorm.weight"
+    if last not in weights.names:  # before anything of that many layers is built
+        raise ModelError(f"the weights in {weights.directory} do not fit its config.json: {last} is missing")
     module = importlib.import_module(f"mlx_lm.models.{architecture.module}")
     high, low = mx.random.state[0].tolist()
     try:
         arguments = module.ModelArgs.from_dict(architecture.arguments)
         body = module.Model(arguments).model
+    except Exception as error:  # sizes that do not go together, each found in its own way
+        cause = " ".join(str(error).split())
+        raise ModelError(f"mlx-lm cannot build this {architecture.module}: {type(error).__name__}: {cause}") from error
     finally:
         mx.random.seed((high << 32) | low)
+    needed = {f"model.{name}": tuple(array.shape) for name, array in tree_flatten(body.parameters())}
+    if _HEAD in weights.names or not architecture.tied:
+        needed[_HEAD] = needed[_EMBEDDING]
+    weights.check(needed)
     return body, arguments.rms_norm_eps
 
 

@@ -41,7 +41,8 @@ class Host:
 def open_engine(*, model_dir: Path, adapter: AdapterSpec, numerics: Numerics, tick: Tick) -> "MlxEngine":
     """Open `mlx`: see `spill.engine.OpenEngine`.
 
-    On a Linux CPU the system's OpenBLAS is put in front of the BLAS that MLX brings, which computes some 2 GFLOP/s.
+    On a Linux CPU the system's OpenBLAS is put in front of the BLAS that MLX brings, which computes some 2 GFLOP/s. It
+    stands in front for the whole process: other libraries that are imported later may compute with it too.
 
     Raises:
         PluginError: MLX cannot run here; the message says what to install.

@@ -138,7 +138,7 @@ class SelectingHead(nn.Module):
     vocabulary). A model's `logits_to_keep` cannot do this where rows need different positions.
     """
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: Linear) -> None:
         super().__init__()
         self.base = base
         self.positions: Tensor | None = None

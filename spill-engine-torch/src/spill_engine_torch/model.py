@@ -49,9 +49,10 @@ class CausalModel:
         replaced.add(id(self._model.get_input_embeddings().weight))
         self._other_parameters = [p for p in self._model.parameters() if id(p) not in replaced]
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        # transformers 5 renamed the argument.
+        # Families differ in what they take, and transformers 5.24 renamed the cache.
         arguments = inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
+        self._takes_positions = "position_ids" in arguments
 
     def linear(self, target: Target) -> Linear:
         """The linear layer that a safetensors name means.
@@ -106,11 +107,13 @@ class CausalModel:
             lowest = torch.finfo(torch.float32 if float32 else self.dtype).min
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, lowest)
             mask = mask if float32 else mask.to(self.dtype)
-        caching: dict[str, Any] = {"use_cache": cache is not None}
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": cache is not None}
+        if self._takes_positions:
+            arguments["position_ids"] = position_ids
         if cache is not None:
-            caching[self._cache_argument] = cache
+            arguments[self._cache_argument] = cache
         with self._switched(positions, adapter, float32):
-            return self._model(input_ids=ids, position_ids=position_ids, attention_mask=mask, **caching).logits
+            return self._model(**arguments).logits
 
     def laid_logits(self, laid: Laid, *, adapter: bool = True, float32: bool = False) -> Tensor:
         """Logits (answers, vocabulary) of rows as a layout made them."""

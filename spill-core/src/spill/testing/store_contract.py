@@ -25,7 +25,6 @@ from spill.stores import Absent, Buffer, Entry, Exists, Store, Unanswered, Unrea
 MakeStore = Callable[[], Store]
 NONCE = "0123456789abcdef"
 LIMIT = 64 * 1024
-RACERS = 16
 
 
 def names(store: Store, prefix: str) -> list[str]:
@@ -49,7 +48,8 @@ class StoreContract:
     """Obligations of a store.
 
     Attributes:
-        races: how many names are raced for, by 16 clients each.
+        races: how many names are raced for.
+        racers: clients in each race.
         many: how many objects a folder gets that is listed; more than a page where the store lists in pages.
         large: bytes of the object that is written in many parts; above 16 MiB, so that it goes up in several.
         writers: threads that make those objects.
@@ -58,6 +58,7 @@ class StoreContract:
     """
 
     races: int = 40
+    racers: int = 16
     many: int = 1100
     large: int = 40 * 1024**2
     writers: int = 8
@@ -108,10 +109,10 @@ class StoreContract:
         assert store.read("log/1.json", LIMIT) == b"second"
 
     def test_of_racing_creates_exactly_one_wins_and_stays(self, make_store: MakeStore) -> None:
-        clients = [make_store() for _ in range(RACERS)]
+        clients = [make_store() for _ in range(self.racers)]
         for client in clients:
             client.list("log/")  # connections stand before the races begin
-        barrier = threading.Barrier(RACERS)
+        barrier = threading.Barrier(self.racers)
 
         def race(me: int) -> list[bool]:
             won = []
@@ -122,10 +123,10 @@ class StoreContract:
                 won.append(create_and_settle(clients[me], f"log/{number}.json", data))
             return won
 
-        with ThreadPoolExecutor(RACERS) as pool:
-            results = list(pool.map(race, range(RACERS)))
+        with ThreadPoolExecutor(self.racers) as pool:
+            results = list(pool.map(race, range(self.racers)))
         for number in range(self.races):
-            winners = [me for me in range(RACERS) if results[me][number]]
+            winners = [me for me in range(self.racers) if results[me][number]]
             found = make_store().read(f"log/{number}.json", LIMIT * 16)
             assert len(winners) == 1, f"race {number} was won by {winners}"
             assert found == f"{winners[0]:02d} {NONCE}".encode() * (1 + winners[0] * 37 + number)

@@ -18,10 +18,11 @@ from spill import models, upkeep
 from spill.alive import watch
 from spill.engine import Engine, Numerics
 from spill.errors import SpillError
+from spill.opening import Request, open_build, saved_stage
 from spill.plan import Student, prepare
 from spill.plugins import Registry, discover
 from spill.records import StageRecord
-from spill.runner import Request, open_build, open_engine, saved_stage
+from spill.runner import open_engine
 from spill.stages import Stage, Work
 from spill.stages.evaluate import open_base, open_tuned
 from spill.stages.tune import open_tune, parse_state

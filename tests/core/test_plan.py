@@ -18,7 +18,7 @@ from spill.plan import prepare
 from spill.signals import StopRequest
 from spill.testing.models import tiny_model
 from tests.conftest import Outcome, Spill, write_folder
-from tests.core.builds import files, head, rewrite
+from tests.core.builds import files, head
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -306,27 +306,6 @@ def test_a_dtype_that_the_engine_refuses_leaves_the_plan_as_it_was(spill: Spill,
     assert "float32 only" in done.err
     done = spill("resume", stopped, "--stop-after", "tune:3")
     assert done.code == 0, done.err
-
-
-# ---- a state that says strange things
-
-
-def test_a_path_that_a_state_names_is_not_loaded(spill: Spill, stopped: Path, model: Path) -> None:
-    state = stopped / ".spill" / "state"
-    rewrite(state, lambda commit: commit["plan"].update(student=str(model)))
-    for command in (["resume", state, "--engine", "numpy"], ["ask", state, "hi", "--base"]):
-        done = spill(*command)
-        assert done.code == 1, done.out
-        assert "--student" in done.err
-
-
-@pytest.mark.xfail(strict=True, reason="runner: takes student and engine from a state's flags")
-def test_a_remembered_flag_of_a_state_cannot_name_a_model(spill: Spill, stopped: Path, tmp_path: Path) -> None:
-    lure = tiny_model(tmp_path / "lure")
-    set_key(stopped, "student", str(tmp_path / "gone"))
-    rewrite(stopped / ".spill" / "state", lambda commit: commit["plan"]["flags"].update(student=str(lure)))
-    done = spill("resume", stopped, "--engine", "numpy")
-    assert done.code == 1, done.out
 
 
 # ---- rows against the model

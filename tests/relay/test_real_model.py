@@ -1,4 +1,4 @@
-"""The promise on a real model: the packaged student, moved in the middle of its tune, ends bit for bit as if it had not."""
+"""The promise on a real model: the packaged student, moved in the middle of its tune, ends bit for bit the same."""
 
 import hashlib
 import json
@@ -89,8 +89,8 @@ def test_peft_computes_the_same_logits_from_the_exported_adapter(relay: Relay, a
     from spill import models
     from spill.engine import AdapterSpec, Numerics
     from spill.models.text import Text
+    from spill.opening import find, saved_stage
     from spill.plugins import discover
-    from spill.runner import find, saved_stage
     from spill.stages.tune import STATE_ROLE, parse_state
     from spill_engine_torch.engine import open_cpu
 

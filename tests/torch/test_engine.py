@@ -152,6 +152,21 @@ def test_weights_of_another_shape_are_refused(tiny: Path) -> None:
         opened(tiny, spec)
 
 
+def test_a_file_that_was_cut_short_is_refused(tiny: Path) -> None:
+    spec, path = spec_of(tiny), tiny / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot load"):
+        opened(tiny, spec)
+
+
+def test_what_happens_to_the_file_later_changes_nothing(tiny: Path) -> None:
+    engine = opened(tiny)
+    before = engine.nll(mixed_rows())
+    with (tiny / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tiny / "model.safetensors").stat().st_size))
+    assert [a.tobytes() for a in engine.nll(mixed_rows())] == [b.tobytes() for b in before]
+
+
 def test_pickled_weights_are_refused(tiny: Path) -> None:
     spec, path = spec_of(tiny), tiny / "model.safetensors"
     torch.save(load_file(path), tiny / "pytorch_model.bin")

@@ -9,8 +9,8 @@ import spill
 from spill.errors import SpillError, Stopped
 
 if TYPE_CHECKING:
+    from spill.opening import Place
     from spill.plugins import Registry
-    from spill.runner import Place
     from spill.signals import StopRequest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -139,8 +139,9 @@ def _run_build(
     stages: str | None,
     **settings: Any,
 ) -> None:
+    from spill.opening import Request, locate
     from spill.report import make_reporter
-    from spill.runner import Build, Request, locate
+    from spill.runner import Build
     from spill.table import finished
 
     flags = {key: value for key, value in settings.items() if value is not None}
@@ -178,7 +179,7 @@ def _run_build(
 @REFERENCE
 def table(target: str, state: str | None, reference: str | None) -> None:
     """Show who made each stage, with scores."""
-    from spill.runner import find
+    from spill.opening import find
     from spill.table import finished
 
     registry = _registry()

@@ -3,7 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,11 @@ def write_adapter(directory: Path, layout: str, state: TrainingState, spec: Adap
         StoreError: it cannot be written.
     """
     files = LAYOUTS[layout](state, spec, plan)
-    _refuse_taken(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with _appearing(directory) as made:
         for name, parts in files.items():
-            with _Appearing(directory / name) as file:
+            with open(made / name, "wb") as file:
                 for part in parts:
                     file.write(part)
-    except OSError as error:
-        raise StoreError(f"cannot write {directory}: {error.strerror or error}; give another --out") from error
     return [directory / name for name in files]
 
 
@@ -115,17 +112,15 @@ def write_merged(directory: Path, model: Model, state: TrainingState, spec: Adap
         InputError: the directory exists and is not empty.
         StoreError: it cannot be written.
     """
-    _refuse_taken(directory)
     targets = {f"{target.name}.weight": target.name for target in spec.targets}
     worst, dtypes = 0.0, set()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with _appearing(directory) as made:
         for source in model.files():
             if source.suffix != ".safetensors":
-                shutil.copyfile(source, directory / source.name)
+                shutil.copyfile(source, made / source.name)
                 continue
             infos = arrays.read_header(source)
-            with open(source, "rb") as old, _Appearing(directory / source.name) as new:
+            with open(source, "rb") as old, open(made / source.name, "wb") as new:
                 _copy(old, new, min(info.start for info in infos.values()))
                 for name, info in sorted(infos.items(), key=lambda item: item[1].start):
                     if name not in targets:
@@ -137,8 +132,6 @@ def write_merged(directory: Path, model: Model, state: TrainingState, spec: Adap
                     worst = max(worst, error)
                     dtypes.add(info.dtype)
                     new.write(stored)
-    except OSError as error:
-        raise StoreError(f"cannot write {directory}: {error.strerror or error}; give another --out") from error
     files = tuple(sorted(directory.iterdir()))
     return Merged(files=files, dtype=", ".join(sorted(dtypes)), rounding=worst)
 
@@ -175,29 +168,24 @@ def _copy(old: Any, new: Any, size: int) -> None:
         size -= len(block)
 
 
-def _refuse_taken(directory: Path) -> None:
+@contextmanager
+def _appearing(directory: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `directory` once it is whole, and vanishes where that fails.
+
+    Raises:
+        InputError: `directory` exists and is not empty.
+        StoreError: the file system fails.
+    """
+    temporary = directory.with_name(f".{directory.name}.{nonce()}")
     try:
         taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+        if taken:
+            raise InputError(f"{directory} is there already; give --out a folder that is new or empty")
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            os.replace(temporary, directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        raise StoreError(f"cannot look into {directory}: {error.strerror or error}; give another --out") from error
-    if taken:
-        raise InputError(f"{directory} is there already; give --out a folder that is new or empty")
-
-
-class _Appearing:
-    """A file that appears under its name only once it is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{nonce()}")
-
-    def __enter__(self) -> Any:
-        self._file = open(self._temporary, "xb")
-        return self._file
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._file.close()
-        if kind is None:
-            os.replace(self._temporary, self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)
+        raise StoreError(f"cannot write {directory}: {error.strerror or error}; give another --out") from error

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from spill import environment
 from spill.alive import watch
 from spill.errors import StateError
+from spill.opening import find, locate
 from spill.plugins import Registry
 from spill.records import Run, printable
-from spill.runner import find, locate
 from spill.state import (
     COMMIT_LIMIT,
     Claim,

@@ -13,9 +13,10 @@ from spill.engine import AdapterSpec, Numerics, TrainingState
 from spill.errors import InputError, PlanError, StateError
 from spill.folder import load
 from spill.models.text import Text
+from spill.opening import Place, find, locate, pinned, saved_stage, stored_folder
 from spill.plugins import Registry
 from spill.records import Plan, printable
-from spill.runner import Place, find, locate, open_engine, pinned, saved_stage, stored_folder
+from spill.runner import open_engine
 from spill.signals import StopRequest
 from spill.stages.tune import STATE_ROLE, parse_state
 

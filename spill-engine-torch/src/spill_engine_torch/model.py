@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -157,7 +158,7 @@ def _load(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
                 attn_implementation=_attention(config),
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             cause = " ".join(str(error).split())
             raise ModelError(f"transformers cannot load {model_dir}: {type(error).__name__}: {cause}") from error
     lacking = sorted(itertools.chain(info["missing_keys"], (str(key) for key in info["mismatched_keys"])))

@@ -85,7 +85,8 @@ class StageBench:
         order = [*BUILT_IN, *([] if name in (*BUILT_IN, "eval:tuned") else [name]), "eval:tuned"]
         self._folder = parse(contents, "the suite's folder")
         settings = self._folder.settings({"batch": 2, "rank": 2, "learning_rate": 0.01, "stages": order})
-        model = read_directory(tiny_model(directory), student="local", tick=lambda: None)
+        tiny_model(directory, hidden=8, layers=1, heads=2, kv_heads=1, intermediate=8, max_positions=128)
+        model = read_directory(directory, student="local", tick=lambda: None)
         self._directory = directory
         self._student = prepare(model, stop_ids(model), self._folder, settings)
         self._plan = make_plan(self._folder, settings, self._student, "float32", _registry(order), {}, "local")

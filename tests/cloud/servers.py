@@ -67,7 +67,7 @@ def process(command: list[str], url: str, *, stop: signal.Signals = signal.SIGKI
     with open(Path(cwd) / "server.log", "wb") as log:
         running = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=cwd)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not _answers(url):
             if running.poll() is not None or time.monotonic() > deadline:
                 text = (Path(cwd) / "server.log").read_text(errors="replace")[-2000:]
@@ -162,7 +162,7 @@ def _make_s3_bucket(server: Server) -> None:
         aws_access_key_id=KEY,
         aws_secret_access_key=SECRET,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             client.create_bucket(Bucket=BUCKET)

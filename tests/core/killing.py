@@ -44,18 +44,25 @@ class Child:
         """Until the signal handlers stand."""
         self.wait_for(lambda: (self._place / "ready").exists())
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 120.0) -> None:
+        """Until something is so; that the child ends before is a fault."""
+        assert self.wait_or_end(condition, seconds), f"ended with {self._process.exitcode}: {self.err}"
+
+    def wait_or_end(self, condition: Callable[[], object], seconds: float = 120.0) -> bool:
+        """Until something is so, or the child ended: whether it is so."""
         begun = time.monotonic()
         while not condition():
-            assert self._process.is_alive(), f"ended with {self._process.exitcode}: {self.err}"
+            if not self._process.is_alive():
+                return False
             assert time.monotonic() - begun < seconds
-            time.sleep(0.005)
+            time.sleep(0.002)
+        return True
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             os.kill(self.pid, number)
 
-    def end(self, seconds: float = 60.0) -> int:
+    def end(self, seconds: float = 120.0) -> int:
         """Wait for it; the exit code, negative where a signal killed it."""
         self._process.join(seconds)
         code = self._process.exitcode

@@ -15,7 +15,7 @@ import pytest
 from spill.testing.plugins import install_plugin
 from tests.conftest import Outcome, Spill, write_folder
 from tests.core.builds import entry, everything, files, head, loadable, log_numbers, newest_entry, one_line, position
-from tests.core.killing import KILLED, Nursery, Trap, nursery
+from tests.core.killing import KILLED, Child, Nursery, Trap, nursery
 
 pytestmark = pytest.mark.usefixtures("quick")
 OFTEN = ("--commit-every", "0")
@@ -65,27 +65,45 @@ def test_a_kill_before_any_change_on_disk_costs_at_most_the_unit_at_work(
     spill: Spill, children: Nursery, two_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
 ) -> None:
     expected = whole(two_rows)
+
+    def start(change: int) -> Child:
+        place = tmp_path / f"killed before {change}"
+        trap = Trap(kill_before=change, log=tmp_path / f"changes {change}")
+        return children.start("build", two_rows, "--state", place, *OFTEN, trap=trap)
+
+    following = start(1)
     for change in range(1, 1000):
-        state = tmp_path / f"killed before {change}"
-        log = tmp_path / "changes"
-        log.unlink(missing_ok=True)
-        child = children.start("build", two_rows, "--state", state, *OFTEN, trap=Trap(kill_before=change, log=log))
+        child, following = following, start(change + 1)
         code = child.end()
         if code == 0:
             break
         assert code == KILLED
-        last = log.read_text().splitlines()[-1]
+        state = tmp_path / f"killed before {change}"
+        last = (tmp_path / f"changes {change}").read_text().splitlines()[-1]
         two_states_stand(state)
         before = log_numbers(state)
         done = spill("build", two_rows, "--state", state, "--takeover")
         assert done.code == 0, f"{last}: {done.err}"
         assert "damaged" not in done.out
-        if before and "done" not in done.out.splitlines()[0] and "resuming" in done.out:
+        if "resuming" in done.out:
             assert f"resuming from commit {before[-1]} of alpha (numpy, " in done.out
         assert everything(state) == expected, last
         two_states_stand(state)
-        shutil.rmtree(state)
+    following.end()
     assert change > 30
+
+
+def _commits(state: Path) -> int:
+    return len(log_numbers(state)) if (state / "log").is_dir() else 0
+
+
+def _hit(child: Child, state: Path, number: int, chance: random.Random) -> None:
+    """Send a signal at a random moment: in the first milliseconds, or around the next commits."""
+    child.wait_ready()
+    target = _commits(state) + chance.choice([0, 2, 3, 4])
+    child.wait_or_end(lambda: _commits(state) >= target)
+    time.sleep(chance.uniform(0.0, 0.03))
+    child.signal(number)
 
 
 def test_kills_at_random_moments_until_it_is_done_change_nothing(
@@ -95,19 +113,16 @@ def test_kills_at_random_moments_until_it_is_done_change_nothing(
     expected = whole(ten_rows)
     state = tmp_path / "s"
     killed = 0
-    for attempt in range(60):
-        child = children.start("build", ten_rows, "--state", state, *OFTEN, "--takeover", trap=Trap(slow=0.004))
-        child.wait_ready()
-        time.sleep(chance.uniform(0.0, 0.15 + attempt * 0.08))
-        child.signal(signal.SIGKILL)
+    code = None
+    while code != 0:
+        child = children.start("build", ten_rows, "--state", state, *OFTEN, "--takeover", trap=Trap(slow=0.003))
+        _hit(child, state, signal.SIGKILL, chance)
         code = child.end()
-        if (state / "log").is_dir():
+        assert code in (0, -signal.SIGKILL), child.err
+        killed += code != 0
+        if _commits(state):
             two_states_stand(state)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        killed += 1
-    assert killed > 3
+    assert killed >= 3
     assert everything(state) == expected
 
 
@@ -135,11 +150,10 @@ def test_a_sigterm_at_random_moments_saves_and_is_exit_75(
     expected = whole(ten_rows)
     state = tmp_path / "s"
     stopped = 0
-    for attempt in range(60):
-        child = children.start("build", ten_rows, "--state", state, *OFTEN, trap=Trap(slow=0.004))
-        child.wait_ready()
-        time.sleep(chance.uniform(0.0, 0.15 + attempt * 0.08))
-        child.signal(signal.SIGTERM)
+    code = None
+    while code != 0:
+        child = children.start("build", ten_rows, "--state", state, *OFTEN, trap=Trap(slow=0.003))
+        _hit(child, state, signal.SIGTERM, chance)
         code = child.end()
         if code == 0:
             break
@@ -149,7 +163,7 @@ def test_a_sigterm_at_random_moments_saves_and_is_exit_75(
         if "saved: commit" in child.err:
             assert head(state).number == int(child.err.split()[-1])
         stopped += 1
-    assert stopped > 3
+    assert stopped >= 3
     assert everything(state) == expected
 
 
@@ -193,21 +207,22 @@ def test_a_ctrl_c_saves_and_is_exit_130_and_a_second_leaves_at_once(
 ) -> None:
     for again in (False, True):
         state = tmp_path / f"again {again}"
-        child = children.start("build", ten_rows, "--state", state, *OFTEN, "--stages", "tune", trap=Trap(slow=0.2))
+        child = children.start("build", ten_rows, "--state", state, *OFTEN, "--stages", "tune", trap=Trap(slow=0.25))
         child.wait_for(_saving(state))
-        begun = time.monotonic()
+        before = log_numbers(state)
         child.signal(signal.SIGINT)
         if again:
             time.sleep(0.02)
             child.signal(signal.SIGINT)
         assert child.end() == 130
         if again:
-            assert "stopped at once; the last commit stands" in child.err
-            assert time.monotonic() - begun < 0.5
+            assert child.err == "\nspill: stopped at once; the last commit stands\n"
+            assert log_numbers(state) == before
         else:
+            assert child.err.startswith("spill: stopped by SIGINT at tune step ")
             assert "saved: commit" in child.err
+            assert len(log_numbers(state)) == len(before) + 1
         assert head(state).number == log_numbers(state)[-1]
-        assert not list(state.glob("log/.*")) or again
 
 
 def test_a_process_that_reaches_no_place_to_stop_leaves_in_bounded_time(
@@ -220,7 +235,7 @@ def test_a_process_that_reaches_no_place_to_stop_leaves_in_bounded_time(
     begun = time.monotonic()
     child.signal(signal.SIGTERM)
     assert child.end() == 75
-    assert 0.2 < time.monotonic() - begun < 5
+    assert 0.2 < time.monotonic() - begun < 12
     assert "no place to stop was reached in time; the last commit stands" in child.err
     assert head(state).stages["eval:base"].finished
 

@@ -149,7 +149,9 @@ class Build:
             refuse_differences(opened.place.uri, [model_line(before, model)])
         self._student: Student = prepare(model, models.stop_ids(model), opened.folder, settings)
         dtype: Any = settings.dtype or (before.dtype if before else default_dtype)
-        flags = before.flags if before else settings_flags(self._request.flags)
+        flags = settings_flags(self._request.flags)
+        if before:  # a dtype that was changed by flag is the build's own from now on
+            flags = {**before.flags, **{name: flags[name] for name in changeable(self._request)}}
         known_as = before.student if before else model.student
         plan = make_plan(opened.folder, settings, self._student, dtype, self._registry, flags, known_as)
         if before:

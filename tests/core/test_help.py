@@ -94,7 +94,6 @@ def test_every_command_has_help(spill: Spill, path: tuple[str, ...], option: str
     assert "\x1b" not in done.out
 
 
-@pytest.mark.xfail(strict=True, reason="cli: --seed, --epochs and the like say nothing about themselves")
 def test_every_option_says_what_it_is() -> None:
     silent = [
         f"{' '.join(path)} {option.opts[0]}"
@@ -115,7 +114,6 @@ def test_version_is_that_of_the_distribution(spill: Spill) -> None:
     assert (done.code, done.out) == (0, f"spill, version {metadata.version('spill-core')}\n")
 
 
-@pytest.mark.xfail(strict=True, reason="cli: `spill` alone prints its help as if it were an error line")
 def test_no_command_at_all_shows_the_help(spill: Spill) -> None:
     done = spill()
     assert done.code == 2

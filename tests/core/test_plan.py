@@ -8,12 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from spill.cli import run
 from spill.errors import InputError
 from spill.folder import parse
 from spill.models import stop_ids
 from spill.models.directory import read_directory
+from spill.opening import remembered_flags
 from spill.plan import prepare
 from spill.signals import StopRequest
 from spill.testing.models import tiny_model
@@ -289,7 +291,6 @@ def test_another_dtype_by_flag_is_accepted_and_recorded(spill: Spill, stopped: P
     assert head(state).runs[-1].notes == ()
 
 
-@pytest.mark.xfail(strict=True, reason="runner: a hop of dtype does not replace the flag that the plan remembers")
 @pytest.mark.usefixtures("other_engines")
 def test_a_dtype_asked_for_on_resume_outlives_the_one_of_the_start(spill: Spill, folder: Path) -> None:
     assert spill("build", folder, "--dtype", "float32", "--stop-after", "tune:1").code == 0
@@ -299,7 +300,6 @@ def test_a_dtype_asked_for_on_resume_outlives_the_one_of_the_start(spill: Spill,
     assert done.code == 0, done.err
 
 
-@pytest.mark.xfail(strict=True, reason="runner: the new dtype is claimed before the engine has taken it")
 def test_a_dtype_that_the_engine_refuses_leaves_the_plan_as_it_was(spill: Spill, stopped: Path) -> None:
     done = spill("resume", stopped, "--dtype", "bfloat16")
     assert done.code == 1
@@ -363,3 +363,11 @@ def test_an_answer_that_holds_an_end_token_is_named_by_line(tmp_path: Path) -> N
 def test_a_rank_above_a_layers_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rank is 17, but .* has only 16 x 32 weights: give a lower --rank"):
         prepared(tiny_model(tmp_path / "model"), rank=17)
+
+
+def test_a_state_may_remember_a_student_but_never_a_path_or_an_engine(stopped: Path) -> None:
+    plan = head(stopped / ".spill" / "state").plan
+    flags = {"seed": 0, "engine": "x", "student": "/tmp/m", "reference": "/tmp/r"}
+    assert remembered_flags(evolve(plan, flags=flags)) == {"seed": 0}
+    flags = {"student": "smollm2:135m"}
+    assert remembered_flags(evolve(plan, flags=flags)) == flags

@@ -441,7 +441,6 @@ def test_an_engine_that_fails_to_open_is_an_error_and_never_another_engine(
     assert not head(folder / ".spill" / "state").stages, "no other engine did any of the work"
 
 
-@pytest.mark.xfail(strict=True, reason="runner: what detect saw is not said where an engine that was asked for fails")
 def test_an_engine_asked_for_against_its_own_detect_gives_detects_reason(
     spill: Spill, install: Install, folder: Path
 ) -> None:
@@ -457,7 +456,6 @@ def test_an_engine_asked_for_against_its_own_detect_gives_detects_reason(
     assert spill("build", folder, "--engine", "numpy", "--stop-after", "eval:base:1").code == 0, "others work"
 
 
-@pytest.mark.xfail(strict=True, reason="runner: an engine that calls exit() while it opens ends spill with exit 0")
 def test_an_engine_that_exits_is_an_error(spill: Spill, install: Install, folder: Path) -> None:
     module = f"exiting_engine_{next(_numbers)}"
     code = OPEN_FAILS.format(error="SystemExit(0)")
@@ -467,7 +465,6 @@ def test_an_engine_that_exits_is_an_error(spill: Spill, install: Install, folder
     assert "engine 'exits' failed to open tiny: SystemExit" in done.error
 
 
-@pytest.mark.xfail(strict=True, reason="doctor: a clash does not name the plugins that claim the name")
 def test_doctor_names_the_claimants_of_a_clash(install: Install) -> None:
     from spill.doctor import report
 

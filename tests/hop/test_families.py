@@ -218,7 +218,7 @@ def test_losses_are_those_of_transformers(family: Family, name: str) -> None:
     for with_adapter in (True, False):
         for one, found in zip(ROWS, engine.nll(ROWS, adapter=with_adapter), strict=True):
             worst = float(np.abs(found - family.losses(one, with_adapter)).max())
-            assert worst < 5e-5, f"{name}: a token of a row of {len(one.tokens)} is off by {worst:g} nats"
+            assert worst < 1e-4, f"{name}: a token of a row of {len(one.tokens)} is off by {worst:g} nats"
 
 
 def test_gradients_are_those_of_transformers(family: Family) -> None:

@@ -1,12 +1,13 @@
 """The command line. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 import spill
-from spill.errors import SpillError, Stopped
+from spill.errors import InputError, SpillError
 
 if TYPE_CHECKING:
     from spill.opening import Place
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
     from spill.signals import StopRequest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds from 0; not a number is none."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return seconds
+
 
 TARGET = click.argument("target", metavar="FOLDER|URI")
 STATE = click.option("--state", metavar="URI", help="Where the state is: a path, s3://, gs://, az://.")
@@ -41,32 +56,44 @@ def run(stop: "StopRequest", arguments: Sequence[str] | None = None) -> int:
         result = main.main(args=arguments, standalone_mode=False, obj=session)
     except click.exceptions.Exit as leave:
         return leave.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "spill"
-        click.echo(f"spill: {error.format_message()}; `{where} --help` says more", err=True)
+        click.echo(f"spill: {_one_line(error.format_message())}; `{where} --help` says more", err=True)
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except Stopped as stopped:
-        if session.debug:
-            raise
-        click.echo(f"spill: {stopped.message}", err=True)
-        return stopped.exit_code
-    except SpillError as error:
-        if session.debug:
-            raise
-        for line in (f"spill: {error.message}", *(f"  {detail}" for detail in error.details)):
-            click.echo(line, err=True)
-        return error.exit_code
     except BrokenPipeError:
         return 1
     except Exception as error:
-        if session.debug:
-            raise
-        text = " ".join(str(error).split())
-        click.echo(f"spill: unexpected {type(error).__name__}: {text:.300} (--debug shows where)", err=True)
-        return 1
+        return _explain(error, session.debug)
     return result if isinstance(result, int) else 0
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    """Print an error as one line and its details, or as a traceback. Returns its exit code."""
+    code = error.exit_code if isinstance(error, SpillError) else 1
+    if debug:
+        import traceback
+
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        return code
+    if isinstance(error, SpillError):
+        lines = [f"spill: {_one_line(error.message)}", *(f"  {_one_line(detail)}" for detail in error.details)]
+    else:
+        lines = [f"spill: unexpected {type(error).__name__}: {_one_line(str(error)):.300} (--debug shows where)"]
+    for line in lines:
+        click.echo(line, err=True)
+    return code
+
+
+def _one_line(text: str) -> str:
+    """Names of files and models may hold line breaks and control characters; an error stays one line."""
+    from spill.records import printable
+
+    return printable(" ".join(text.split()), limit=4000)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
@@ -86,8 +113,8 @@ def _build_options(command: Command) -> Command:
             STUDENT,
             ENGINE,
             click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Compute dtype of the base."),
-            click.option("--seed", type=int),
-            click.option("--epochs", type=int),
+            click.option("--seed", type=int, help="Of the order of rows and the adapter's first values."),
+            click.option("--epochs", type=int, help="Passes over the training rows."),
             click.option("--batch", type=int, help="Rows per step."),
             click.option("--learning-rate", type=float, help="Its peak."),
             click.option("--rank", type=int, help="Of the adapter."),
@@ -96,7 +123,7 @@ def _build_options(command: Command) -> Command:
             click.option("--stages", metavar="A,B,C", help="Names, in order."),
             WEIGHTS,
             click.option("--stop-after", metavar="STAGE[:N]", help="Stop after a stage, or after its step or row N."),
-            click.option("--commit-every", type=click.FloatRange(0), metavar="SECONDS", help="0: after every unit."),
+            click.option("--commit-every", type=Seconds(), metavar="SECONDS", help="0: after every unit."),
             click.option("--takeover", is_flag=True, help="Take the state over at once from a run that holds it."),
             click.option("--accept-drift", is_flag=True, help="Go on where a handover check finds a difference."),
             REFERENCE,
@@ -167,7 +194,7 @@ def _run_build(
     if done or table:
         click.echo(_table(place, commit, reference, registry))
     if done:
-        click.echo(f'done; next: spill ask {place.again} "..."   or   spill export {place.again} --out DIR')
+        click.echo(f"done; next: {_after(place, commit)}")
     else:
         at = ", ".join(f"{s} {r.position}/{r.total}" for s, r in commit.stages.items() if not r.finished)
         click.echo(f"stopped as asked{' at ' + at if at else ''}; next: spill resume {place.again}")
@@ -187,8 +214,7 @@ def table(target: str, state: str | None, reference: str | None) -> None:
     for note in head.notes:
         click.echo(f"warning: {note}", err=True)
     click.echo(_table(place, head.commit, reference, registry))
-    following = f'spill ask {place.again} "..."' if finished(head.commit) else f"spill resume {place.again}"
-    click.echo(f"next: {following}")
+    click.echo(f"next: {_after(place, head.commit) if finished(head.commit) else f'spill resume {place.again}'}")
 
 
 @main.command()
@@ -202,10 +228,12 @@ def check(directory: str) -> None:
     folder = load(Path(directory))
     settings = folder.settings({})
     registry = _registry()
-    for stage in settings.stages:
-        registry.get("stage", stage)
-    if settings.engine:
-        registry.engine(settings.engine)
+    asked = [("stage", stage) for stage in settings.stages]
+    asked += [("engine", settings.engine)] if settings.engine else []
+    if faults := [fault for kind, name in asked if (fault := registry.fault(kind, name))]:
+        if len(faults) == 1:
+            raise InputError(faults[0])
+        raise InputError(f"{directory}: spill.toml names what cannot be used here", faults)
     for warning in folder.warnings:
         click.echo(f"warning: {warning}")
     click.echo(
@@ -237,7 +265,7 @@ def example(name: str, directory: str | None, student: str) -> None:
 @ENGINE
 @WEIGHTS
 @click.option("--base", is_flag=True, help="Ask the untrained model, with the folder's instructions.")
-@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most of an answer.")
 @click.pass_obj
 def ask(session: Session, /, prompt: str | None, **options: Any) -> None:
     """Ask the tuned model: one PROMPT, or one after another."""
@@ -252,7 +280,7 @@ def ask(session: Session, /, prompt: str | None, **options: Any) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # nothing to save here: Ctrl-C just ends it
         while True:
             try:
-                line = input("> ")
+                line = input("> " if sys.stdin.isatty() else "")
             except EOFError:
                 return
             if line.strip():
@@ -353,6 +381,13 @@ def gc(target: str, state: str | None, takeover: bool) -> None:
     _print(upkeep.collect(target, state, takeover, _registry()))
 
 
+def _after(place: "Place", commit: Any) -> str:
+    """What to do with a finished build."""
+    if "tune" not in commit.stages:
+        return f'spill ask {place.again} --base "..."'
+    return f'spill ask {place.again} "..."   or   spill export {place.again} --out DIR'
+
+
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         click.echo(line)
@@ -378,4 +413,6 @@ def _table(place: "Place", commit: Any, reference: str | None, registry: "Regist
 
         reference = load(place.directory).settings({}).reference
     other = newest(open_store(reference, registry)) if reference else None
+    if reference and other is None:
+        click.echo(f"warning: the reference {reference} holds no state yet", err=True)
     return render(commit, other.commit if other else None)

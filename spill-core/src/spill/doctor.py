@@ -35,7 +35,8 @@ def report(registry: Registry) -> Iterator[str]:
             spec = found.spec
             assert isinstance(spec, EngineSpec)
             if len(claimants) > 1 or not found.usable:
-                yield f"  {name:12} not usable: {found.mismatch() if not found.usable else 'claimed twice'}"
+                clash = f"claimed by {len(claimants)} plugins, {found.plugin.label} among them"
+                yield f"  {name:12} not usable: {clash if found.usable else found.mismatch()}"
                 continue
             seen = detect(spec)
             chosen = " (chosen here)" if names[:1] == [name] else ""

@@ -68,13 +68,19 @@ def locate(target: str, state: str | None) -> Place:
     Raises:
         InputError: a state's URI and --state together, or there is nothing of this name.
     """
+    if not target.strip() or (state is not None and not state.strip()):
+        raise InputError("a folder or a state's URI is empty; give a folder, a path, s3://, gs:// or az://")
     if scheme_of(target) != "file":
         if state:
             raise InputError(f"{target} is a state already; leave --state out")
         return Place(directory=None, uri=target)
     path = local_path(target)
     assert path is not None
-    if (path / "log").is_dir() and not any((path / name).exists() for name in DATA_FILES):
+    try:
+        alone = (path / "log").is_dir() and not any((path / name).exists() for name in DATA_FILES)
+    except OSError as error:
+        raise InputError(f"cannot look at {target}: {error.strerror or error}; give another folder") from error
+    if alone:
         if state:
             raise InputError(f"{target} is a state already; leave --state out")
         return Place(directory=None, uri=str(path))
@@ -112,7 +118,7 @@ def open_build(request: Request, registry: Registry) -> Opened:
     if place.directory is None:
         settings = make_settings({**plan_settings(plan), **request.flags})
     else:
-        settings = folder.settings({**plan.flags, **request.flags})
+        settings = folder.settings({**remembered_flags(plan), **request.flags})
     asked = {key: getattr(settings, key) for key in plan_settings(plan) if key != "student"}
     now = evolve(
         plan,
@@ -146,6 +152,16 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     """The settings that a plan pins, by their names."""
     names = ("student", "dtype", "seed", "epochs", "batch", "learning_rate", "rank", "alpha", "max_length", "stages")
     return {name: getattr(plan, name) for name in names}
+
+
+def remembered_flags(plan: Plan) -> dict[str, Any]:
+    """The flags that the build began with, as far as a state may decide: settings of the plan, and no path."""
+    pinned_names = plan_settings(plan)
+    flags = {name: value for name, value in plan.flags.items() if name in pinned_names}
+    student = flags.get("student")
+    if student is not None and (not isinstance(student, str) or models.names_directory(student)):
+        del flags["student"]
+    return flags
 
 
 def changeable(request: Request) -> tuple[str, ...]:

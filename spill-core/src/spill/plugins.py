@@ -203,6 +203,14 @@ class Registry:
             raise PluginError(claimants[0].mismatch())
         return claimants[0]
 
+    def fault(self, kind: str, name: str) -> str:
+        """Why `get` would refuse, in its words; empty where it would not."""
+        try:
+            self.get(kind, name)
+        except PluginError as error:
+            return error.message
+        return ""
+
     def engine(self, name: str) -> EngineSpec:
         spec = self.get("engine", name).spec
         assert isinstance(spec, EngineSpec)

@@ -60,6 +60,7 @@ class Build:
         self._stop = stop
         self._report = report
         self._engine: Engine | None = None
+        self._base_checked = False
         self._notes: list[str] = []
         self._probe: Probe | None = None
 
@@ -78,6 +79,8 @@ class Build:
             self._check_model_at_hand(opened.head.commit)
             return opened.head.commit
         stages = opened.head.commit.plan.stages if opened.head else opened.settings.stages
+        for stage in stages:
+            self._registry.get("stage", stage)
         stop_stage, stop_position = parse_stop_after(self._request.stop_after, stages)
         if opened.head:
             watch(
@@ -91,9 +94,12 @@ class Build:
         self._prepare(opened)
         self._introduce(opened)
         self._stop.tick()
+        if self._before and self._before.plan.dtype != self._plan.dtype:
+            self._load_engine()  # one that refuses the new dtype must do so before the plan is changed
         try:
             self._claim_state(opened)
         except HeldError:
+            self._close_engine()
             head = newest(opened.store)
             if head and finished(head.commit):  # the holder's last commit was quicker: there is nothing left to do
                 return head.commit
@@ -109,8 +115,7 @@ class Build:
                     break
         finally:
             alive.stop()
-            if self._engine:
-                self._engine.close()
+            self._close_engine()
         return self._claim.commit
 
     def _check_model_at_hand(self, commit: Commit) -> None:
@@ -144,12 +149,15 @@ class Build:
         settings = opened.settings
         self._spec, self._why, default_dtype = self._choose_engine(settings)
         model = self._find_model(opened)
-        before = opened.head.commit.plan if opened.head else None
+        before_commit = opened.head.commit if opened.head else None
+        before = before_commit.plan if before_commit else None
         if before and model.identity != before.model:
             refuse_differences(opened.place.uri, [model_line(before, model)])
         self._student: Student = prepare(model, models.stop_ids(model), opened.folder, settings)
         dtype: Any = settings.dtype or (before.dtype if before else default_dtype)
         flags = settings_flags(self._request.flags)
+        if "student" in self._request.flags and model.student != "local":
+            flags["student"] = model.student
         if before:  # a dtype that was changed by flag is the build's own from now on
             flags = {**before.flags, **{name: flags[name] for name in changeable(self._request)}}
         known_as = before.student if before else model.student
@@ -159,6 +167,16 @@ class Build:
             if plan.dtype != before.dtype:
                 self._notes.append(f"dtype {before.dtype} -> {plan.dtype}")
         self._plan = plan
+        self._before = before_commit
+        self._run_row = Run(
+            nonce=environment.nonce(),
+            claim=0,
+            started=environment.utc_now(),
+            engine=self._spec.name,
+            machine=environment.machine_name(),
+            system=environment.operating_system(),
+            notes=tuple(self._notes),
+        )
 
     def _choose_engine(self, settings: Settings) -> tuple[EngineSpec, str, Literal["float32", "bfloat16"]]:
         if settings.engine:
@@ -190,15 +208,6 @@ class Build:
             )
 
     def _claim_state(self, opened: Opened) -> None:
-        self._run_row = Run(
-            nonce=environment.nonce(),
-            claim=0,
-            started=environment.utc_now(),
-            engine=self._spec.name,
-            machine=environment.machine_name(),
-            system=environment.operating_system(),
-            notes=tuple(self._notes),
-        )
         state = environment.nonce() + environment.nonce()
         with self._stop.saving():
             self._claim = Claim.begin(opened.store, opened.head, self._plan, self._run_row, state)
@@ -206,7 +215,6 @@ class Build:
             if not self._claim.commit.folder:
                 files = {name: opened.folder.contents[name].decode() for name in opened.folder.hashes()}
                 self._claim.write(run=self._run_row, folder=[to_json(files)])
-        self._before = opened.head.commit if opened.head else None
 
     # ---- stages
 
@@ -276,24 +284,31 @@ class Build:
 
     def _open_engine(self) -> Engine:
         """The engine of this run, opened once; its base model is checked against the one before where it is another."""
-        if self._engine is None:
-            runs = self._before.runs if self._before else ()
-            earlier = [r for r in runs if r.engine == self._spec.name and r.numerics]
-            asked = Numerics(dtype=self._plan.dtype)
-            if earlier and earlier[-1].numerics and earlier[-1].numerics.dtype == self._plan.dtype:
-                asked = earlier[-1].numerics
-            self._engine = open_engine(
-                self._spec, self._student.model.directory, self._student.adapter, asked, self._stop.tick
-            )
-            facts = self._engine.facts()
-            for note in facts.notes:
-                self._report.say(f"{self._spec.name}: {note}")
-            versions = dict(facts.versions)
-            if revision := self._student.model.revision:
-                versions["model"] = revision
-            self._run_row = evolve(self._run_row, hardware=facts.hardware, numerics=facts.numerics, versions=versions)
-            self._check_base(self._engine)
-        return self._engine
+        engine = self._engine or self._load_engine()
+        if not self._base_checked:
+            self._check_base(engine)
+            self._base_checked = True
+        return engine
+
+    def _load_engine(self) -> Engine:
+        runs = self._before.runs if self._before else ()
+        earlier = [r.numerics for r in runs if r.engine == self._spec.name and r.numerics]
+        asked = Numerics(dtype=self._plan.dtype)
+        if earlier and earlier[-1].dtype == self._plan.dtype:
+            asked = earlier[-1]
+        model = self._student.model
+        engine = open_engine(self._spec, model.directory, self._student.adapter, asked, self._stop.tick)
+        self._engine = engine
+        facts = engine.facts()
+        for note in facts.notes:
+            self._report.say(f"{self._spec.name}: {note}")
+        versions = {**facts.versions, **({"model": model.revision} if model.revision else {})}
+        self._run_row = evolve(self._run_row, hardware=facts.hardware, numerics=facts.numerics, versions=versions)
+        return engine
+
+    def _close_engine(self) -> None:
+        if self._engine:
+            self._engine.close()
 
     def _check_base(self, engine: Engine) -> None:
         probe = self._claim.commit.probe
@@ -420,14 +435,19 @@ def open_engine(
     Raises:
         PluginError: it cannot be imported or opened.
     """
-    target = load_target(spec)
+    seen = detect(spec)
+    hint = "" if seen.available else f" ({seen.reason})"
+    try:
+        target = load_target(spec)
+    except PluginError as error:
+        raise PluginError(f"{error.message}{hint}") from error
     try:
         engine: Engine = target(model_dir=model_dir, adapter=adapter, numerics=numerics, tick=tick)
     except SpillError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise PluginError(
-            f"engine {spec.name!r} failed to open {model_dir.name}: {type(error).__name__}: {text:.300}"
+            f"engine {spec.name!r} failed to open {model_dir.name}: {type(error).__name__}: {text:.300}{hint}"
         ) from error
     return engine

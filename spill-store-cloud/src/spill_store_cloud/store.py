@@ -282,7 +282,7 @@ class _Patience:
 
     uri: str
     limit: float
-    _since: float = field(factory=seconds)
+    _since: float = field(factory=lambda: seconds())
     _said: bool = False
 
     def pause(self, reason: str, attempt: int) -> bool:

@@ -115,13 +115,17 @@ class _Handler(BaseHTTPRequestHandler):
             connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
             answer = connection.getresponse()
             data = answer.read()
-            return answer.status, {k: v for k, v in answer.getheaders() if k.lower() not in hop}, data
+            headers = {k: v for k, v in answer.getheaders() if k.lower() not in hop}
+            if self.command == "HEAD":
+                headers["Content-Length"] = answer.getheader("Content-Length", "0")
+            return answer.status, headers, data
 
     def _reply(self, status: int, headers: dict[str, str], data: bytes, send: int | None = None) -> None:
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
+        if "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data[:send])

@@ -1,6 +1,7 @@
 """Resuming changes nothing: rows, learning rates, losses and arrays of stopped builds beside an uninterrupted one."""
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -125,6 +126,7 @@ def test_a_stop_at_any_tick_is_exit_75_and_the_rest_is_what_it_was(
     ticks = 10**9 - counter.left
     assert ticks > 40
     whole = everything(tmp_path / "whole")
+    places = set()
     for tick in range(3, ticks, 3):
         state = tmp_path / f"stopped at {tick}"
         code = run(StopAtTick(tick), ["build", str(folder), "--state", str(state)])
@@ -133,9 +135,13 @@ def test_a_stop_at_any_tick_is_exit_75_and_the_rest_is_what_it_was(
         if code == 75:
             assert error.startswith("spill: stopped by SIGTERM")
             assert error.count("\n") == 1
+            if told := re.search(r" at (\S+) (?:step|row) (\d+) of \d+; saved: commit \d+$", error.strip()):
+                assert position(state, told[1]) == int(told[2])
+                places.add((told[1], told[2]))
         assert run(StopRequest(), ["build", str(folder), "--state", str(state)]) == 0
         assert everything(state) == whole, f"stopped at tick {tick} of {ticks}"
         shutil.rmtree(state)
+    assert len(places) > 4
 
 
 def test_learning_rates_of_ten_steps_stopped_at_five_are_exactly_those_of_an_unbroken_build(build: Build) -> None:

@@ -16,6 +16,7 @@ from attrs import evolve
 
 from spill import models, upkeep
 from spill.alive import watch
+from spill.claim import Claim
 from spill.engine import Engine, Numerics
 from spill.errors import SpillError
 from spill.opening import Request, open_build, saved_stage
@@ -26,7 +27,6 @@ from spill.runner import open_engine
 from spill.stages import Stage, Work
 from spill.stages.evaluate import open_base, open_tuned
 from spill.stages.tune import open_tune, parse_state
-from spill.state import Claim
 from spill.stores import Store
 from spill.table import render
 from tests.conftest import Spill, write_folder

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from spill.claim import Claim
 from spill.errors import HeldError, SpillError, StateError
 from spill.records import to_json
-from spill.state import COMMIT_LIMIT, Claim, newest
+from spill.state import COMMIT_LIMIT, newest
 from spill.stores import Exists, Store, StoreError, Unanswered
 from spill.stores.local import LocalStore
 from tests.conftest import Spill, write_folder

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable
 
 from spill import environment
+from spill.claim import Claim, stranger
 from spill.errors import HeldError, StoreError
 from spill.records import Commit, Malformed, from_json, printable, to_json
 from spill.signals import StopRequest
-from spill.state import Claim, Head, stranger
+from spill.state import Head
 from spill.stores import Absent, Store, Unreadable
 
 RENEW_SECONDS = 15.0
@@ -68,8 +69,8 @@ class Alive:
 
 def watch(
     store: Store, head: Head, *, takeover: bool, again: str, tick: Callable[[], None], say: Callable[[str], None]
-) -> None:
-    """Return once the holder of the state counts as gone.
+) -> bool:
+    """Return once the holder of the state counts as gone: whether it took watching, so that it is to be read anew.
 
     Raises:
         HeldError: the holder renewed its object.
@@ -79,11 +80,11 @@ def watch(
     name = f"alive/{run.claim}-{run.nonce}" if run else ""
     first = _read(store, name) if run else b""
     if not first or run is None:
-        return
+        return False
     who = f"{printable(run.machine)} ({printable(run.engine)})"
     if takeover:
         say(f"taking over from {who}, which was at {_where(first, commit)}; what it did since is discarded there")
-        return
+        return False
     mine = f"alive/{head.highest + 1}-{environment.nonce()}"
     begun, told = environment.seconds(), False
     try:
@@ -91,12 +92,12 @@ def watch(
             store.write(mine, [to_json({"beat": 0, "at": "watching"})])
             stamps = {e.name: e.modified for e in store.list("alive/")}
             if name not in stamps:
-                return
+                return True
             age = stamps.get(mine, stamps[name]) - stamps[name]
             now = _read(store, name)
             if now != first:
                 if not now:
-                    return
+                    return True
                 raise HeldError(
                     f"{store.uri} is held by {who} at {_where(now, commit)}, alive {max(0.0, age):.0f} s ago; "
                     f"wait, or take over with: spill resume {again} --takeover (it loses what is not committed since "
@@ -108,7 +109,7 @@ def watch(
                     f"{who} has not been alive for {max(age, waited):.0f} s; it was at {_where(first, commit)}: what "
                     f"it did since {_committed(commit)} is done again"
                 )
-                return
+                return True
             if not told:
                 say(
                     f"{who} was alive {max(0.0, age):.0f} s ago; watching for up to {DEAD_SECONDS:.0f} s whether it "

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from spill import models
-from spill.errors import InputError, StateError
+from spill.errors import InputError, StateError, StoreError
 from spill.folder import DATA_FILES, Folder, Settings, load, make_settings, parse
 from spill.plan import differences, missing_stage_plugin, refuse_differences
 from spill.plugins import Registry
@@ -17,6 +17,7 @@ from spill.records import Commit, Malformed, Plan, StageRecord, from_json, print
 from spill.stages import Saved
 from spill.state import Head, newest, read_object
 from spill.stores import Store, local_path, open_store, scheme_of
+from spill.stores.local import explain
 
 
 @frozen(kw_only=True)
@@ -79,7 +80,7 @@ def locate(target: str, state: str | None) -> Place:
     try:
         alone = (path / "log").is_dir() and not any((path / name).exists() for name in DATA_FILES)
     except OSError as error:
-        raise InputError(f"cannot look at {target}: {error.strerror or error}; give another folder") from error
+        raise StoreError(explain("read", path, 0, error)) from error
     if alone:
         if state:
             raise InputError(f"{target} is a state already; leave --state out")

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from spill import environment, models, rates
 from spill.alive import Alive, watch
+from spill.claim import Claim
 from spill.engine import AdapterSpec, Engine, Numerics
 from spill.errors import HeldError, PluginError, SpillError, StateError, Stopped
 from spill.folder import Settings, settings_flags
@@ -29,7 +30,7 @@ from spill.plugins import EngineSpec, Registry, detect, load_target
 from spill.records import Commit, Probe, Run, StageRecord, printable, to_json
 from spill.signals import StopRequest
 from spill.stages import Progress, Saved, Stage, Work
-from spill.state import Claim, newest
+from spill.state import newest
 from spill.table import finished, who
 
 COMMIT_SECONDS = 60.0
@@ -71,10 +72,7 @@ class Build:
             Stopped: a signal came; what was done is saved.
             SpillError: anything that stands in the way; the last commit stands.
         """
-        opened = open_build(self._request, self._registry)
-        self._opened = opened
-        for line in (*opened.folder.warnings, *(opened.head.notes if opened.head else ())):
-            self._report.warn(line)
+        opened = self._open_build()
         if opened.head and finished(opened.head.commit):
             self._check_model_at_hand(opened.head.commit)
             return opened.head.commit
@@ -82,15 +80,17 @@ class Build:
         for stage in stages:
             self._registry.get("stage", stage)
         stop_stage, stop_position = parse_stop_after(self._request.stop_after, stages)
-        if opened.head:
-            watch(
-                opened.store,
-                opened.head,
-                takeover=self._request.takeover,
-                again=opened.place.again,
-                tick=self._stop.tick,
-                say=self._report.say,
-            )
+        if opened.head and watch(
+            opened.store,
+            opened.head,
+            takeover=self._request.takeover,
+            again=opened.place.again,
+            tick=self._stop.tick,
+            say=self._report.say,
+        ):
+            opened = self._open_build()  # the holder may have committed before it went
+            if opened.head and finished(opened.head.commit):
+                return opened.head.commit
         self._prepare(opened)
         self._introduce(opened)
         self._stop.tick()
@@ -117,6 +117,13 @@ class Build:
             alive.stop()
             self._close_engine()
         return self._claim.commit
+
+    def _open_build(self) -> Opened:
+        self._opened = open_build(self._request, self._registry)
+        head = self._opened.head
+        for line in (*self._opened.folder.warnings, *(head.notes if head else ())):
+            self._report.warn(line)
+        return self._opened
 
     def _check_model_at_hand(self, commit: Commit) -> None:
         """A finished build is not reused for another model, where this machine can tell without fetching one."""
@@ -220,9 +227,11 @@ class Build:
 
     def _run_stage(self, name: str, limit: int | None) -> None:
         record = self._claim.commit.stages.get(name)
+        stage: Stage = load_target(self._registry.get("stage", name).spec)(self._work(name))
+        if record and record.total != stage.total:
+            raise StateError(f"the state has {name} with {record.total} {stage.unit}s, this build has {stage.total}")
         if record and record.finished:
             return
-        stage: Stage = load_target(self._registry.get("stage", name).spec)(self._work(name))
         end = stage.total if limit is None else min(limit, stage.total)
         if stage.position >= end and record:
             self._report.say(f"{name} is at {stage.unit} {stage.position} of {stage.total} already")

@@ -31,6 +31,7 @@ def lines(commit: Commit, reference: Commit | None) -> list[Line]:
     made = []
     for number, stage in enumerate(commit.plan.stages, start=1):
         workers = [r for r in commit.runs if stage in r.work and r.work[stage][1] > r.work[stage][0]]
+        workers.sort(key=lambda r: r.work[stage][0])  # rows that were folded stand where the last of them stood
         made.append(
             Line(
                 stage=f"{number} {printable(stage)}",

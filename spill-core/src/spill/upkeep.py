@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from spill import environment
 from spill.alive import watch
+from spill.claim import Claim
 from spill.errors import StateError
 from spill.opening import find, locate
 from spill.plugins import Registry
 from spill.records import Run, printable
 from spill.state import (
     COMMIT_LIMIT,
-    Claim,
     Damaged,
     Head,
     entry_numbers,
@@ -46,6 +46,7 @@ def verify(target: str, state: str | None, registry: Registry) -> Iterator[str]:
 def history(target: str, state: str | None, registry: Registry) -> Iterator[str]:
     """Who did what, one line a run, from the newest commit alone. Writes nothing."""
     place, _, head = find(target, state, registry)
+    yield from (f"warning: {note}" for note in head.notes)
     commit = head.commit
     yield f"state {commit.state}, {head.highest} commits, student {printable(commit.plan.student)}"
     before: Run | None = None

@@ -8,6 +8,7 @@ functions that MLX compiles; on a CPU that runs g++ where there is one and keeps
 from collections.abc import Callable, Mapping
 
 import mlx.core as mx
+import numpy as np
 
 Activation = Callable[[mx.array], mx.array]
 
@@ -54,6 +55,22 @@ class Norm:
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, self.weight, self.epsilon).astype(x.dtype)
+
+
+class Rotary:
+    """Rotary positions (Su et al. 2021) on the first `dims` numbers of a head, its halves paired.
+
+    The wavelengths are powers in float32, as in transformers. Those that MLX computes from a base differ in the last
+    digits, which shows at long positions.
+    """
+
+    def __init__(self, dims: int, base: float, scale: float) -> None:
+        self.dims = dims
+        self._wavelengths = mx.array(np.float32(base) ** (np.arange(0, dims, 2, dtype=np.float32) / dims) / scale)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        freqs = self._wavelengths
+        return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=freqs)
 
 
 class GatedMLP:

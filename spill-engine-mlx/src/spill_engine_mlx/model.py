@@ -14,7 +14,7 @@ from spill.arrays import TensorInfo, read_header
 from spill.engine import Target, Tick
 from spill.errors import ModelError
 from spill_engine_mlx.architecture import Architecture, read_architecture
-from spill_engine_mlx.layers import ACTIVATIONS, Adapters, GatedMLP, Linear, Norm
+from spill_engine_mlx.layers import ACTIVATIONS, Adapters, GatedMLP, Linear, Norm, Rotary
 
 _READABLE = ("F32", "F16", "BF16")
 _EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -147,10 +147,12 @@ class CausalModel:
             parent, _, attribute = name.rpartition(".")
             if isinstance(module, nn.Linear):
                 bias = weights.load(f"{place}.{name}.bias") if "bias" in module else None
-                new: Linear | Norm = Linear(weights.load(f"{place}.{name}.weight"), bias)
+                new: Linear | Norm | Rotary = Linear(weights.load(f"{place}.{name}.weight"), bias)
                 self._linears[f"{place}.{name}"] = new
             elif _is_norm(module):
                 new = self._new_norm(weights.load(f"{place}.{name}.weight"), module.eps)
+            elif isinstance(module, nn.RoPE):
+                new = Rotary(module.dims, module.base, module.scale)
             else:
                 continue
             setattr(_submodule(layer, parent), attribute, new)

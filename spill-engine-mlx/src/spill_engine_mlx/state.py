@@ -8,8 +8,9 @@ import numpy as np
 
 from spill.engine import AdapterSpec, Arrays, Float32, TrainingState, Update
 
-# The norm's sum is taken over rows of this length on the device, then exactly.
-_NORM_ROW = 1024
+# The norm's sum is taken on the device over squares of this side, then exactly. On a CPU MLX adds one term after the
+# other, so a sum must be short to be good.
+_NORM_SIDE = 32
 
 
 class DeviceState:
@@ -23,8 +24,8 @@ class DeviceState:
         for name, shape in self._shapes.items():
             self._offsets[name] = size
             size += math.prod(shape)
-        # Zeros at the end fill the last row of the norm's sum, and stay zeros.
-        self._padding = -size % _NORM_ROW
+        # Zeros at the end fill the last square of the norm's sum, and stay zeros.
+        self._padding = -size % _NORM_SIDE**2
         zeros = mx.zeros(size + self._padding, dtype=mx.float32)
         mx.eval(zeros)
         self._adapter = self._first = self._second = zeros
@@ -96,5 +97,5 @@ class DeviceState:
 
 def global_norm(gradient: mx.array) -> float:
     """The L2 norm of a flat gradient."""
-    rows = mx.square(gradient.reshape(-1, _NORM_ROW)).sum(axis=1)
-    return math.sqrt(math.fsum(rows.tolist()))
+    squares = mx.square(gradient.reshape(-1, _NORM_SIDE, _NORM_SIDE)).sum(axis=2).sum(axis=1)
+    return math.sqrt(math.fsum(squares.tolist()))

@@ -183,10 +183,11 @@ class LocalStore:
         except StoreError:
             raise
         except OSError as error:
-            raise StoreError(_explain(verb, path, size, error)) from error
+            raise StoreError(explain(verb, path, size, error)) from error
 
 
-def _explain(verb: str, path: Path, size: int, error: OSError) -> str:
+def explain(verb: str, path: Path, size: int, error: OSError) -> str:
+    """A fault of the file system in one line: what was tried, what stands in the way, what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no room to {verb} {path}: {size:,} bytes are needed; make room and run again, the last commit stands"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

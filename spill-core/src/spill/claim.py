@@ -162,8 +162,8 @@ class Claim:
             data = b""
         if hashlib.sha256(data).hexdigest() != self._entry.sha256:
             raise StateError(
-                f"{self._store.uri}: the state has vanished or was changed under this run ({name} is not what was written); "
-                "nothing was committed: restore it, or build anew"
+                f"{self._store.uri}: the state has vanished or was changed under this run ({name} is not what was "
+                "written); nothing was committed: restore it, or build anew"
             )
 
     def _put(self, label: str, parts: Sequence[Buffer]) -> tuple[str, ObjectRecord]:

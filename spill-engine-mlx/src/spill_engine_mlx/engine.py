@@ -167,8 +167,8 @@ class MlxEngine:
 
 
 def _log_sum_exp(logits: mx.array) -> mx.array:
-    """Over the last axis of (answers, vocabulary), in two stages: on a CPU MLX adds one term after the other, which over
-    a vocabulary of 49152 is off by 5e-5, always to the same side."""
+    """Over the last axis of (answers, vocabulary), in two stages: on a CPU MLX adds one term after the other, which
+    over a vocabulary of 49152 is off by 5e-5, always to the same side."""
     answers, vocabulary = logits.shape
     short = -vocabulary % _SUM_WIDTH
     if short:

@@ -42,8 +42,8 @@ def parse(uri: str, scheme: str) -> Place:
     folder = folder.removesuffix("/")
     if "@" in bucket:
         raise InputError(
-            f"the URI of a state names no account and no key, and this one has something before {bucket[bucket.rindex('@') :]!r}: "
-            f"set them in the environment and write {form}"
+            "the URI of a state names no account and no key, and this one has something before "
+            f"{bucket[bucket.rindex('@') :]!r}: set them in the environment and write {form}"
         )
     shown = clean(uri)
     if not _BUCKET.fullmatch(bucket):

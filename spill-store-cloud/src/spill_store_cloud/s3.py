@@ -21,8 +21,8 @@ _BUSY = {
     "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "429", "503", "409",
 }  # fmt: skip
 _KEYS = {
-    "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "MissingSecurityHeader", "CredentialsNotSupported",
-    "401", "AuthorizationHeaderMalformed",
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "MissingSecurityHeader",
+    "CredentialsNotSupported", "401", "AuthorizationHeaderMalformed",
 }  # fmt: skip
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "ExpiredTokenException", "RequestExpired"}
 _ELSEWHERE = {"PermanentRedirect", "TemporaryRedirect", "Redirect", "IllegalLocationConstraintException", "301", "307"}

@@ -4,6 +4,7 @@ A provider's module brings a `Bucket`: single requests without retries, and `jud
 Everything that follows from that is decided here, once.
 """
 
+import contextlib
 import io
 import sys
 import threading
@@ -153,7 +154,7 @@ class CloudStore:
         while True:
             ask = after
             try:
-                found, after = self._ask("list", prefix, lambda: self._bucket.page(top + prefix, ask))
+                found, after = self._ask("list", prefix, lambda start=ask: self._bucket.page(top + prefix, start))
             except Absent:
                 raise self._vanished(prefix) from None
             for entry in found:
@@ -221,10 +222,9 @@ class CloudStore:
                     pass
             found = self._ask("write", name, upload.finish, patience)
         except BaseException:
-            try:
+            # What is left of it is not seen, and swept by the store's rule for unfinished uploads.
+            with contextlib.suppress(Exception):
                 upload.abandon()
-            except Exception:  # what is left of it is not seen, and swept by the store's rule for unfinished uploads
-                pass
             raise
         if found != size:
             raise StoreError(f"{self.uri}/{name} has {found} bytes at the store, {size} were sent; run again")
@@ -259,7 +259,7 @@ class CloudStore:
                     raise StoreError(what) from error
                 unsure |= fault.kind is Kind.SILENT
                 if not patience.pause(fault.reason, attempt):
-                    end = f"{what}; nothing succeeded in {patience.limit:.0f} s of trying: run again, the last commit stands"
+                    end = f"{what}; no success in {patience.limit:.0f} s of trying: run again, the last commit stands"
                     raise (Unanswered if unsure and verb in ("write", "delete") else StoreError)(end) from error
                 attempt += 1
             else:
@@ -278,7 +278,7 @@ class _Moved(Exception):
 
 @define
 class _Patience:
-    """How long one operation has gone without a success, and what was said about it. Shared by the parts of one object."""
+    """How long one operation has gone without a success, and what was said of it. Shared by an object's parts."""
 
     uri: str
     limit: float

@@ -259,7 +259,8 @@ class CloudStore:
                     raise StoreError(what) from error
                 unsure |= fault.kind is Kind.SILENT
                 if not patience.pause(fault.reason, attempt):
-                    end = f"{what}; no success in {patience.limit:.0f} s of trying: run again, the last commit stands"
+                    end = f"{what}; nothing succeeded in {patience.limit:.0f} s of trying: run again, the last "
+                    end += "commit stands"
                     raise (Unanswered if unsure and verb in ("write", "delete") else StoreError)(end) from error
                 attempt += 1
             else:

@@ -2,6 +2,7 @@
 tokens. The models are tiny and random; transformers computes each row alone, without cache or padding, in float64."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,6 +149,15 @@ def _losses(model: PreTrainedModel, row: Row, changed: dict[str, torch.Tensor]) 
     given = {"input_ids": ids[None], "use_cache": False}
     logits = torch.func.functional_call(model, changed, kwargs=given).logits[0, answers - 1]
     return torch.nn.functional.cross_entropy(logits, ids[answers], reduction="none")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are tiny: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -128,7 +128,9 @@ class AzureContainer:
         if status in (412, 304):
             reading = getattr(error.response.request, "method", "GET") == "GET"
             return Fault(kind=Kind.MOVED if reading else Kind.TAKEN, reason=named)
-        if status in (408, 409, 429, 503) or code == "Md5Mismatch":
+        # What came was not what was sent; the second is how Azurite words it.
+        damaged = code == "Md5Mismatch" or "contentMD5" in says
+        if status in (408, 409, 429, 503) or damaged:
             return Fault(kind=Kind.BUSY, reason=f"the store is busy ({named})")
         if status >= 500:
             return Fault(kind=Kind.SILENT, reason=f"the store failed ({named})")

@@ -255,7 +255,7 @@ def has_openblas() -> bool:
 def test_openblas_is_named_with_its_threads(tiny: Path) -> None:
     facts = opened(tiny).facts()
     assert facts.versions["blas"].startswith("OpenBLAS 0.")
-    assert facts.hardware.endswith(f", {facts.threads} threads")
+    assert facts.hardware.endswith(f" x{facts.threads}")
     assert facts.notes == ()
 
 

@@ -95,7 +95,7 @@ def read_architecture(model_dir: Path) -> Architecture:
         if found not in (value if isinstance(value, tuple) else (value,)):
             raise _refusal(kind, f"{name} {found!r}, where mlx-lm computes {value!r}")
     gemma = kind == "gemma2"
-    caps = {name: getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    caps = {name: getattr(config, name, None) or 0.0 for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     if gemma and not all(caps.values()):
         raise _refusal(kind, f"{caps}, where mlx-lm computes caps")
     return Architecture(
@@ -189,6 +189,8 @@ def _windows(config: PreTrainedConfig, kind: str, family: _Family) -> tuple[int,
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown or len(types) != layers:
         raise _refusal(kind, f"{len(types)} layer types {sorted(set(types))} for {layers} layers")
-    if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
+    if "sliding_attention" not in types:
+        return (0,) * layers
+    if not isinstance(window, int) or window < 1:
         raise _refusal(kind, f"layers with a sliding window of {window!r}")
     return tuple(window if name == "sliding_attention" else 0 for name in types)

@@ -147,8 +147,8 @@ class _Batch:
                 self._tokens[row].append(token)
             if stopped or len(self._tokens[row]) == max_new_tokens:
                 tokens = np.array(self._tokens[row], dtype=np.int32)
-                reason = "stop" if stopped else "length"
-                ended.append(Completion(index=self._indices[row], tokens=tokens, reason=reason))
+                index = self._indices[row]
+                ended.append(Completion(index=index, tokens=tokens, reason="stop" if stopped else "length"))
             else:
                 kept.append(row)
         if ended:

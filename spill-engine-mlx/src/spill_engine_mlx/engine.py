@@ -124,7 +124,7 @@ class MlxEngine:
             versions["blas"] = self._host.blas
         on_cpu = mx.default_device() == mx.cpu
         # OpenBLAS shares products out by the number of threads, and that shows in the last bits.
-        processor = f"{platform.machine()} {self._host.kernels}".strip() + f", {self._host.threads} threads"
+        processor = f"{platform.machine()} {self._host.kernels}".strip() + f" x{self._host.threads}"
         return Facts(
             device="cpu" if on_cpu else self._host.device,
             hardware=processor if on_cpu else str(mx.device_info()["device_name"]),

@@ -36,7 +36,7 @@ class Past:
     one row, is seen by any number of rows after it."""
 
     def __init__(self, offset: int = 0, held: Sequence[mx.array] = ()) -> None:
-        self.offset = offset
+        self.offset: int | mx.array = offset
         self.held = held
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -147,8 +147,9 @@ class CausalModel:
             parent, _, attribute = name.rpartition(".")
             if isinstance(module, nn.Linear):
                 bias = weights.load(f"{place}.{name}.bias") if "bias" in module else None
-                new: Linear | Norm | Rotary = Linear(weights.load(f"{place}.{name}.weight"), bias)
-                self._linears[f"{place}.{name}"] = new
+                linear = Linear(weights.load(f"{place}.{name}.weight"), bias)
+                self._linears[f"{place}.{name}"] = linear
+                new: Linear | Norm | Rotary = linear
             elif _is_norm(module):
                 new = self._new_norm(weights.load(f"{place}.{name}.weight"), module.eps)
             elif isinstance(module, nn.RoPE):

@@ -183,6 +183,8 @@ class CloudStore:
     def _get(self, name: str, key: str, start: int, count: int, version: str) -> Piece:
         def ask() -> Piece:
             piece = self._bucket.get(key, start, count, version)
+            if version and piece.version != version:
+                raise _Moved  # from a store that does not look at the condition
             if len(piece.data) < min(count, piece.size - start):
                 raise _Short(f"{len(piece.data)} bytes came where {min(count, piece.size - start)} were asked for")
             return piece
@@ -246,6 +248,8 @@ class CloudStore:
         while True:
             try:
                 answer = call()
+            except _Moved:
+                raise
             except Exception as error:  # of any kind: each library has its own, and lets those of others through
                 fault = self._judge(error)
                 if fault.kind is Kind.ABSENT:

@@ -1,0 +1,236 @@
+"""Wrong keys, expired ones, a clock that is off, missing rights, missing buckets: one line each, at once, with what to do,
+never taken for absence, and without a secret in it."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+
+from spill.errors import SpillError, StoreError
+from spill.stores import Store, Unanswered
+from tests.cloud.relay import Answer, Relay
+from tests.cloud.servers import AZURE_KEY, READER, READER_SECRET, SECRET, Server
+
+Reach = Callable[..., Callable[..., Any]]
+
+REQUESTS: dict[str, Callable[[Store], object]] = {
+    "create": lambda s: s.create("log/2.json", b"two"),
+    "write": lambda s: s.write("log/1.json", [b"one"]),
+    "read": lambda s: s.read("log/1.json", 99),
+    "list": lambda s: s.list("log/"),
+    "delete": lambda s: s.delete("log/1.json"),
+}
+
+
+def refusals(store: Any, verbs: tuple[str, ...] = tuple(REQUESTS)) -> list[str]:
+    """What each request is refused with: at once, one line, no doubt, no secret."""
+    store.patience_seconds = 0.0
+    lines = []
+    for verb in verbs:
+        with pytest.raises(StoreError) as found:
+            pytest.fail(f"{verb} answered {REQUESTS[verb](store)!r}")
+        text = str(found.value)
+        assert not isinstance(found.value, Unanswered)
+        assert "\n" not in text
+        assert len(text) < 600
+        assert not any(secret in text for secret in (SECRET, READER_SECRET, AZURE_KEY, "hunter2"))
+        assert "nothing succeeded in" not in text, "asking again does not help here"
+        lines.append(text)
+    return lines
+
+
+def s3_error(status: int, code: str, message: str = "", **headers: str) -> Answer:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    return Answer(status, body, {"Content-Type": "application/xml", **{k.title(): v for k, v in headers.items()}})
+
+
+def expect(store: Any, *words: str, verbs: tuple[str, ...] = tuple(REQUESTS)) -> None:
+    for line in refusals(store, verbs):
+        for word in words:
+            assert word in line
+
+
+# S3
+
+
+def test_s3_wrong_keys(seaweed: Server, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = reach(seaweed)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    expect(place(), "the credentials are wrong (SignatureDoesNotMatch", "AWS_PROFILE")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    expect(place(), "the credentials are wrong (InvalidAccessKeyId", "AWS_PROFILE")
+
+
+def test_s3_no_credentials(moto: Server, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = reach(moto)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    expect(place(), "no credentials", "AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    expect(place(), "no credentials", "nowhere")
+
+
+def test_s3_a_right_is_missing(seaweed: Server, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = reach(seaweed)
+    place().create("log/1.json", b"one")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER_SECRET)
+    reader = place()
+    assert reader.read("log/1.json", 9) == b"one"
+    assert [e.name for e in reader.list("")] == ["log/1.json"]
+    expect(reader, "no right to do that", "s3:PutObject", verbs=("create", "write", "delete"))
+
+
+def test_s3_a_right_is_lost_mid_way(moto: Server, reach: Reach, relay_of: Callable[[Server], Relay]) -> None:
+    relay = relay_of(moto)
+    store = reach(moto, relay.url)()
+    store.create("log/1.json", b"one")
+    relay.order(lambda request: s3_error(403, "AccessDenied", "Access Denied"))
+    expect(store, "no right to do that (AccessDenied", "s3:ListBucket")
+    relay.order(lambda request: None)
+    assert store.read("log/1.json", 9) == b"one"
+
+
+def test_s3_a_bucket_is_deleted_mid_way(moto: Server, reach: Reach) -> None:
+    place = reach(moto)
+    client = s3_client(moto)
+    client.create_bucket(Bucket="soon-gone")
+    store = place(bucket="soon-gone")
+    store.create("log/1.json", b"one")
+    store.delete("log/1.json")
+    client.delete_bucket(Bucket="soon-gone")
+    client.close()
+    expect(store, "there is no bucket 'soon-gone'", "create it, or correct --state")
+
+
+def s3_client(server: Server) -> Any:
+    from botocore.session import Session
+
+    keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
+    return Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (s3_error(400, "ExpiredToken", "The provided token has expired."), ("have expired", "get new ones")),
+        (s3_error(400, "InvalidToken", "The provided token is malformed."), ("no longer valid", "get new ones")),
+        (s3_error(301, "PermanentRedirect", "Use the endpoint."), ("lies elsewhere", "AWS_DEFAULT_REGION")),
+        (s3_error(507, "InsufficientStorage", "Full."), ("the store is full", "make room")),
+        (s3_error(501, "NotImplemented", "A header you provided implies functionality"), ("NotImplemented",)),
+        (s3_error(400, "InvalidRequest", "see http://h/p?X-Amz-Signature=hunter2&b=1"), ("InvalidRequest",)),
+    ],
+)
+def test_s3_answers_that_asking_again_does_not_change(
+    moto: Server, reach: Reach, relay_of: Callable[[Server], Relay], answer: Answer, words: tuple[str, ...]
+) -> None:
+    relay = relay_of(moto)
+    store = reach(moto, relay.url)()
+    relay.order(lambda request: answer)
+    expect(store, *words)
+
+
+@pytest.mark.parametrize("minutes", [-20, 45])
+def test_s3_a_clock_that_is_off(moto: Server, reach: Reach, relay_of: Callable[[Server], Relay], minutes: int) -> None:
+    relay = relay_of(moto)
+    store = reach(moto, relay.url)()
+    theirs = format_datetime(datetime.now(UTC) + timedelta(minutes=minutes), usegmt=True)
+    text = "The difference between the request time and the current time is too large."
+    relay.order(lambda request: s3_error(403, "RequestTimeTooSkewed", text, date=theirs))
+    expect(store, f"this machine's clock is {abs(minutes)} minutes off the store's", "set the clock")
+
+
+def test_s3_a_condition_that_vanished_is_no_absence(
+    moto: Server, reach: Reach, relay_of: Callable[[Server], Relay]
+) -> None:
+    """A store may answer 404 where a condition failed because all is gone."""
+    relay = relay_of(moto)
+    store = reach(moto, relay.url)()
+    relay.order(lambda request: s3_error(404, "NoSuchKey", "The specified key does not exist."))
+    expect(store, "is the bucket still there?", verbs=("create", "write", "list"))
+
+
+# Google
+
+
+def google_error(status: int, message: str) -> Answer:
+    body = f'{{"error": {{"code": {status}, "message": "{message}"}}}}'.encode()
+    return Answer(status, body, {"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (google_error(401, "Invalid Credentials"), ("wrong or have expired", "GOOGLE_APPLICATION_CREDENTIALS")),
+        (google_error(403, "x@y does not have storage.objects.get access"), ("no right", "roles/storage.objectUser")),
+        (google_error(400, "invalid argument: X"), ("invalid argument",)),
+        (google_error(412, "conditionNotMet"), ()),
+    ],
+)
+def test_google_answers_that_asking_again_does_not_change(
+    fake_gcs: Server, reach: Reach, relay_of: Callable[[Server], Relay], answer: Answer, words: tuple[str, ...]
+) -> None:
+    relay = relay_of(fake_gcs)
+    store = reach(fake_gcs, relay.url)()
+    relay.order(lambda request: answer)
+    expect(store, *words, verbs=("write", "list", "delete") if answer.status == 412 else tuple(REQUESTS))
+
+
+def test_google_without_credentials_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key file that is none: said when the state is opened, or at the first request."""
+    gs = pytest.importorskip("spill_store_cloud.gs")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
+    with pytest.raises(SpillError) as found:
+        gs.open_gs("gs://bucket/folder").list("")
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in str(found.value) or "credentials" in str(found.value)
+
+
+# Azure
+
+
+def azure_error(status: int, code: str, message: str = "") -> Answer:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    return Answer(status, body, {"Content-Type": "application/xml", "x-ms-error-code": code})
+
+
+def test_azure_wrong_key(azurite: Server, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = reach(azurite)
+    text = azurite.environment(azurite.url)["AZURE_STORAGE_CONNECTION_STRING"]
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text.replace(AZURE_KEY, "aHVudGVyMg=="))
+    expect(place(), "the credentials are wrong", "AZURE_STORAGE_CONNECTION_STRING")
+
+
+def test_azure_without_an_account() -> None:
+    az = pytest.importorskip("spill_store_cloud.az")
+    with pytest.raises(StoreError, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        az.open_az("az://container/folder")
+
+
+def test_azure_a_connection_string_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    az = pytest.importorskip("spill_store_cloud.az")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=a;AccountKey=hunter2")
+    with pytest.raises(StoreError, match="cannot open az://container/folder") as found:
+        az.open_az("az://container/folder")
+    assert "hunter2" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (azure_error(403, "AuthorizationPermissionMismatch", "Not authorized."), ("no right", "Blob Data Contributor")),
+        (azure_error(403, "AuthenticationFailed", "Signature not valid in the specified time frame"), ("expired",)),
+        (azure_error(403, "AuthenticationFailed", "The Date header in the request is incorrect."), ("set the clock",)),
+        (azure_error(400, "InvalidHeaderValue", "see http://h/p?sig=hunter2"), ("InvalidHeaderValue",)),
+        (azure_error(404, "ContainerNotFound", "Gone."), ("there is no container", "create it")),
+        (azure_error(404, "ResourceNotFound", "Gone."), ("ResourceNotFound",)),
+    ],
+)
+def test_azure_answers_that_asking_again_does_not_change(
+    azurite: Server, reach: Reach, relay_of: Callable[[Server], Relay], answer: Answer, words: tuple[str, ...]
+) -> None:
+    relay = relay_of(azurite)
+    store = reach(azurite, relay.url)()
+    relay.order(lambda request: answer)
+    expect(store, *words)

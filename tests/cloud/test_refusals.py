@@ -1,5 +1,5 @@
-"""Wrong keys, expired ones, a clock that is off, missing rights, missing buckets: one line each, at once, with what to do,
-never taken for absence, and without a secret in it."""
+"""Wrong keys, expired ones, a clock that is off, missing rights, missing buckets: one line each, at once, with what to
+do, never taken for absence, and without a secret in it."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta

@@ -143,7 +143,12 @@ class AzureContainer:
             return _refused(f"this machine's clock is off the store's ({named}): set the clock")
         if any(sign in text for sign in _EXPIRED):
             return _refused(f"the credentials have expired ({named}): get new ones")
-        if code in ("AuthorizationFailure", "AuthorizationPermissionMismatch", "InsufficientAccountPermissions"):
+        known = "failed to authenticate" not in text
+        if known and code in (
+            "AuthorizationFailure",
+            "AuthorizationPermissionMismatch",
+            "InsufficientAccountPermissions",
+        ):
             return _refused(
                 f"no right to do that ({named}): the account needs Storage Blob Data Contributor on {self._container!r}"
             )

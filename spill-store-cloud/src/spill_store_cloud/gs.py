@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from fsspec.asyn import sync
 
+from spill.errors import StoreError
 from spill.stores import Entry
 from spill_store_cloud.place import clean, library, parse
 from spill_store_cloud.store import CloudStore, Fault, Kind, Piece, Upload
@@ -28,8 +29,12 @@ def open_gs(uri: str) -> CloudStore:
     Raises:
         InputError: a malformed URI.
         PluginError: gcsfs is not installed.
+        StoreError: the key file that the environment names is not there.
     """
     place = parse(uri, "gs")
+    key = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
+    if key and not os.path.exists(key):  # gcsfs would go on without credentials
+        raise StoreError(f"cannot open {place.uri}: GOOGLE_APPLICATION_CREDENTIALS names {key}, which is not there")
     # Zonal buckets' own protocol costs an import of gRPC and, before an emulator, a minute's wait; it is not used here.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     for name in ("gcsfs", "google"):

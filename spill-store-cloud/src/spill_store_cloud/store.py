@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from attrs import define, field, frozen
 
@@ -27,6 +27,8 @@ SAY_EVERY_SECONDS = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 READ_RESTARTS = 5
 
+Verb = Literal["create", "write", "read", "list", "delete"]
+_CHANGING: tuple[Verb, ...] = ("create", "write", "delete")
 T = TypeVar("T")
 
 
@@ -118,22 +120,16 @@ class CloudStore:
         if not data:
             raise ValueError("an exclusive create of an empty object cannot be told from none on some stores")
         key = self._key(name)
-        try:
-            self._ask("write", name, lambda: self._bucket.put(key, bytes(data), True))
-        except Absent:
-            raise self._vanished(name) from None
+        self._ask("create", name, lambda: self._bucket.put(key, bytes(data), True))
 
     def write(self, name: str, parts: Sequence[Buffer]) -> None:
         key = self._key(name)
         views = [memoryview(p).cast("B") for p in parts if memoryview(p).nbytes]
-        try:
-            if sum(v.nbytes for v in views) <= self._bucket.whole_size:
-                data = b"".join(views)
-                self._ask("write", name, lambda: self._bucket.put(key, data, False))
-            else:
-                self._upload(name, key, views)
-        except Absent:
-            raise self._vanished(name) from None
+        if sum(v.nbytes for v in views) <= self._bucket.whole_size:
+            data = b"".join(views)
+            self._ask("write", name, lambda: self._bucket.put(key, data, False))
+        else:
+            self._upload(name, key, views)
 
     def read(self, name: str, limit: int) -> bytes:
         key = self._key(name)
@@ -174,11 +170,6 @@ class CloudStore:
     def _key(self, name: str) -> str:
         check_name(name)
         return f"{self._folder}/{name}"
-
-    def _vanished(self, name: str) -> StoreError:
-        return StoreError(
-            f"{self.uri}/{name}: the store answers that there is no such place; is the bucket still there?"
-        )
 
     def _get(self, name: str, key: str, start: int, count: int, version: str) -> Piece:
         def ask() -> Piece:
@@ -234,7 +225,7 @@ class CloudStore:
     def _patience(self) -> "_Patience":
         return _Patience(uri=self.uri, limit=self.patience_seconds)
 
-    def _ask(self, verb: str, name: str, call: Callable[[], T], patience: "_Patience | None" = None) -> T:
+    def _ask(self, verb: Verb, name: str, call: Callable[[], T], patience: "_Patience | None" = None) -> T:
         """Ask until there is an answer, or patience ends.
 
         Raises:
@@ -252,20 +243,22 @@ class CloudStore:
                 raise
             except Exception as error:  # of any kind: each library has its own, and lets those of others through
                 fault = self._judge(error)
-                if fault.kind is Kind.ABSENT:
+                if fault.kind is Kind.ABSENT and verb in ("read", "delete"):
                     raise Absent(name) from None
-                if fault.kind is Kind.TAKEN:
+                if fault.kind is Kind.TAKEN and verb == "create":
                     raise Exists(name) from None
-                if fault.kind is Kind.MOVED:
+                if fault.kind is Kind.MOVED and verb == "read":
                     raise _Moved from None
                 what = f"cannot {verb} {self.uri}/{name}: {fault.reason}"
-                if fault.kind is Kind.REFUSED:
+                if fault.kind is Kind.ABSENT:
+                    raise StoreError(f"{what}; is the bucket still there?") from error
+                if fault.kind not in (Kind.BUSY, Kind.SILENT):
                     raise StoreError(what) from error
                 unsure |= fault.kind is Kind.SILENT
                 if not patience.pause(fault.reason, attempt):
                     end = f"{what}; nothing succeeded in {patience.limit:.0f} s of trying: run again, the last "
                     end += "commit stands"
-                    raise (Unanswered if unsure and verb in ("write", "delete") else StoreError)(end) from error
+                    raise (Unanswered if unsure and verb in _CHANGING else StoreError)(end) from error
                 attempt += 1
             else:
                 patience.succeeded()

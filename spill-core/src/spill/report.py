@@ -12,6 +12,7 @@ from spill.rates import duration
 
 LINE_SECONDS = 20.0
 LINE_SHARE = 0.2
+RATE_SECONDS = 1.0
 
 
 def make_reporter() -> "PlainReporter":
@@ -54,10 +55,11 @@ class PlainReporter:
             self._first, self._first_at = progress.position, seconds()
 
     def _rate(self) -> float | None:
-        """Units a second since the first one; None before a second one."""
+        """Units a second since the first one; None while that says little, since rows end a batch at a time."""
         if self._first_at is None or self._position == self._first:
             return None
-        return (self._position - self._first) / max(1e-9, seconds() - self._first_at)
+        since = seconds() - self._first_at
+        return (self._position - self._first) / since if since >= RATE_SECONDS else None
 
     def _show(self) -> None:
         self._shown, self._shown_at = self._position, seconds()

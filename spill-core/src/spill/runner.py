@@ -397,16 +397,14 @@ class _Committer:
         self._stage = stage
         self._start = start
         self._committed = start
-        self._last_commit = self._last_unit = environment.seconds()
+        self._begun = self._last_commit = self._last_unit = environment.seconds()
         self._cost = 0.0
-        self._first: tuple[int, float] | None = None
 
     @property
     def unit_seconds(self) -> float | None:
-        """Seconds a unit took, commits included, without the first one and what was loaded before it."""
-        if self._first is None or self._stage.position <= self._first[0]:
-            return None
-        return (self._last_commit - self._first[1]) / (self._stage.position - self._first[0])
+        """Seconds a unit took, with commits and what was loaded for the first one; None where none was made."""
+        made = self._stage.position - self._start
+        return (self._last_commit - self._begun) / made if made > 0 else None
 
     @property
     def unsaved(self) -> int:
@@ -416,7 +414,6 @@ class _Committer:
         now = environment.seconds()
         unit, since = now - self._last_unit, now - self._last_commit
         self._last_unit = now
-        self._first = self._first or (self._stage.position, now)
         self._build.timed(unit)
         every = self._build.commit_every
         if every is not None:

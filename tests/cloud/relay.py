@@ -66,7 +66,7 @@ class Relay:
             lower = {k.lower(): v for k, v in headers.items()}
             request = Request(index=len(self.seen) + 1, method=method, path=path, headers=lower)
             self.seen.append(request)
-            return self.rule(request)
+        return self.rule(request)  # which may itself ask by way of this relay
 
 
 class _Handler(BaseHTTPRequestHandler):

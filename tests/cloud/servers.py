@@ -1,6 +1,7 @@
 """Real object stores on loopback, started and stopped for the tests."""
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -65,7 +66,9 @@ def free_ports(count: int) -> list[int]:
 def process(command: list[str], url: str, *, stop: signal.Signals = signal.SIGKILL, cwd: str) -> Iterator[None]:
     """Run a server until the block ends; the block begins when the URL answers anything at all."""
     with open(Path(cwd) / "server.log", "wb") as log:
-        running = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=cwd)
+        running = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=cwd, preexec_fn=_end_with_the_tests
+        )
     try:
         deadline = time.monotonic() + 120
         while not _answers(url):
@@ -77,6 +80,12 @@ def process(command: list[str], url: str, *, stop: signal.Signals = signal.SIGKI
     finally:
         running.send_signal(stop)
         running.wait(30)
+
+
+def _end_with_the_tests() -> None:
+    """A killed test run leaves no server behind, where the kernel can see to that (PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _answers(url: str) -> bool:

@@ -28,13 +28,10 @@ def place(server: Server, relay: Relay, reach: Reach) -> Callable[..., Any]:
 
 def first(count: int, order: Answer | str, only: Callable[[Request], bool] = lambda request: True) -> Rule:
     """The order for the first `count` requests that `only` picks."""
-    left = [count]
+    orders = iter([order] * count)  # whose `next` is one step for threads
 
     def rule(request: Request) -> Answer | str | None:
-        if left[0] and only(request):
-            left[0] -= 1
-            return order
-        return None
+        return next(orders, None) if only(request) else None
 
     return rule
 
@@ -180,6 +177,7 @@ def test_it_says_that_it_waits_and_that_it_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = place()
+    store.patience_seconds = 300.0
     store.list("")
     now = [1000.0]
     monkeypatch.setattr("spill_store_cloud.store.seconds", lambda: now[0])
@@ -203,6 +201,7 @@ def test_five_minutes_without_a_success(
     place: Callable[..., Any], relay: Relay, no_sleep: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = place()
+    store.patience_seconds = 300.0
     store.list("")
     now = [1000.0]
     monkeypatch.setattr("spill_store_cloud.store.seconds", lambda: now[0])

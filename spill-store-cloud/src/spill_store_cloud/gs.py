@@ -39,7 +39,7 @@ def open_gs(uri: str) -> CloudStore:
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     for name in ("gcsfs", "google"):
         logging.getLogger(name).addHandler(logging.NullHandler())
-    files = _one_try(library("gcsfs.core", "gs"))(
+    files = _one_try(library("gcsfs", "gs").core)(
         token="anon" if os.environ.get("STORAGE_EMULATOR_HOST") else None,
         skip_instance_cache=True,
         use_listings_cache=False,

@@ -77,7 +77,7 @@ def library(name: str, scheme: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
+        if error.name != name:
             raise PluginError(
                 f"{scheme}:// needs {name}, which lacks {error.name}: pip install {error.name}"
             ) from error

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -184,8 +185,13 @@ def test_a_model_is_fetched_once_whole_and_without_code(
     assert models.resolve("hf:org/name@main", tick=tick, say=never, offline=True) == model
 
 
+def test_every_tag_is_pinned_to_a_commit() -> None:
+    assert all(re.fullmatch("[0-9a-f]{40}", tag.revision) for tag in models.TAGS.values())
+    assert len({tag.revision for tag in models.TAGS.values()}) == len(models.TAGS) == 8
+
+
 def test_a_tag_is_fetched_from_its_repository(hub_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    tag = models.resolving.Tag(repository="org/name", revision="main", learning_rate=1e-3)
+    tag = models.resolving.Tag(repository="org/name", revision=SHA, learning_rate=1e-3)
     monkeypatch.setitem(models.TAGS, "smollm2:135m", tag)
     with serving(Hub(hub_files), monkeypatch):
         model = models.resolve("smollm2:135m", tick=tick, say=lambda line: None)
@@ -228,7 +234,7 @@ def test_a_fetched_model_that_lost_a_file_or_a_part_of_one_is_fetched_again(
         ("gated", "llama3.2:1b", ["is gated", "meta-llama/Llama-3.2-1B-Instruct", "licence", "HF_TOKEN"]),
         ("forbidden", "hf:org/name", ["is gated", "HF_TOKEN"]),
         ("hidden", "hf:org/name", ["no such repository", "HF_TOKEN"]),
-        ("unknown", "hf:org/name@v9", ["no revision v9", "commits"]),
+        ("unknown", "hf:org/name@v9", ["no revision v9", "commits", "--student hf:org/name,"]),
         ("busy", "hf:org/name", ["cannot be fetched", "503", "try again"]),
         ("", "hf:other/name", ["no such repository"]),
     ],

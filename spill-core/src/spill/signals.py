@@ -10,7 +10,8 @@ from types import FrameType
 
 from spill.errors import HeldError, Stopped
 
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+# SIGHUP: the terminal was closed.
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 GRACE_SECONDS = 15.0
 SAVING_SECONDS = 300.0
 
@@ -26,11 +27,13 @@ class StopRequest:
         self._bell = -1  # where the handler wakes the watchdog
 
     def install(self) -> None:
-        """Set the handlers. The watchdog starts now, since a handler may interrupt whatever starts a thread."""
+        """Set the handlers, except for a SIGHUP that `nohup` had ignored. The watchdog starts now, since a handler may
+        interrupt whatever starts a thread."""
         ears, self._bell = os.pipe()
         threading.Thread(target=self._watch, args=(ears,), name="watchdog", daemon=True).start()
         for number in EXIT_CODES:
-            signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     @property
     def exit_code(self) -> int:

@@ -171,7 +171,8 @@ def _failure(name: HubName, asked: str, reply: dict[str, Any]) -> str:
         case "repository":
             return f"{what}: the hub has no such repository, or HF_TOKEN has no right to it ({page}); or {instead}"
         case "revision":
-            return f"{what}: the repository has no revision {name.revision}; see {page}/commits, or {instead}"
+            newest = f"take its newest with --student hf:{name.repository}, see {page}/commits"
+            return f"{what}: the repository has no revision {name.revision}; {newest}, or {instead}"
         case "weights":
             found = f"only {cause}" if cause else "none"
             return f"{what} has no model*.safetensors ({found}); choose a repository with safetensors, or {instead}"

@@ -427,6 +427,15 @@ def test_an_empty_target_is_refused(spill: Spill, loud: Path, monkeypatch: pytes
     failed(spill("build", ""), 1, "empty")
 
 
+@pytest.mark.parametrize("state", ["s3:/bucket/run", "GS:/bucket", "file:/tmp/x"])
+def test_a_uri_with_one_slash_makes_no_folder(
+    spill: Spill, loud: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed(spill("build", loud, "--state", state), 1, "one slash", f"write {state.replace(':/', '://')} ")
+    assert not (tmp_path / state.split("/")[0]).exists()
+
+
 def test_a_path_that_is_too_long_is_one_line(spill: Spill, tmp_path: Path) -> None:
     failed(spill("table", tmp_path / ("x" * 300)), 1, "File name too long")
 

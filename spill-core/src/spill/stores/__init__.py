@@ -3,6 +3,7 @@
 A name is a relative POSIX path such as `log/7.json`. `spill.testing.StoreContract` holds a store to what follows.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,9 @@ from spill.errors import InputError, StoreError
 from spill.plugins import Registry, discover, load_target
 
 Buffer = bytes | bytearray | memoryview
+
+# Two letters at least: one is a drive.
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 class Absent(Exception):
@@ -90,9 +94,18 @@ def scheme_of(uri: str) -> str:
 
 
 def local_path(uri: str) -> Path | None:
-    """The folder that a plain path or a file:// URI names; None for every other scheme."""
+    """The folder that a plain path or a file:// URI names; None for every other scheme.
+
+    Raises:
+        InputError: a URI with one slash too few, which would otherwise become a folder of that name.
+    """
     if scheme_of(uri) != "file":
         return None
+    if found := _ONE_SLASH.match(uri):
+        scheme, rest = found[1], uri[found.end() :]
+        raise InputError(
+            f"{uri} has one slash: write {scheme}://{rest} for the store, ./{uri} for a folder of that name"
+        )
     return Path(uri.removeprefix("file://")).expanduser()
 
 

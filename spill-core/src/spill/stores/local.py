@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from spill.environment import nonce
 from spill.errors import StoreError
-from spill.stores import Absent, Buffer, Entry, Exists, Unreadable, local_path
+from spill.stores import Absent, Buffer, Entry, Exists, Unreadable, check_name, local_path
 
 # What a file system answers that has no hard links (exFAT, some network mounts, some containers).
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
@@ -117,8 +118,7 @@ class LocalStore:
                     yield Entry(name=name, size=found.st_size, modified=found.st_mtime)
 
     def _path(self, name: str) -> Path:
-        if not _is_name(name):
-            raise ValueError(f"not a name below the store: {name!r}")
+        check_name(name)
         return self.root.joinpath(*PurePosixPath(name).parts)
 
     def _link_before(self, name: str) -> Path | None:
@@ -149,7 +149,7 @@ class LocalStore:
         for attempt in range(WRITE_TRIES):
             temporary = path.with_name(f".{path.name}.{nonce()}")
             try:
-                with open(temporary, "xb", buffering=0) as file:
+                with self._new_file(temporary) as file:
                     for part in parts:
                         _write_all(file.fileno(), part)
                     try:
@@ -165,6 +165,14 @@ class LocalStore:
                     temporary.unlink()
                 raise
         raise AssertionError("the loop returns or raises")
+
+    def _new_file(self, path: Path) -> io.FileIO:
+        """Another run that deletes the last object of a folder takes the folder along: make it once more."""
+        try:
+            return open(path, "xb", buffering=0)
+        except FileNotFoundError:
+            self._make_folder(path.parent)
+            return open(path, "xb", buffering=0)
 
     def _create_exclusively(self, path: Path, data: bytes) -> None:
         """Where hard links are refused. A kill in the middle leaves a torn entry: damaged, its number is spent."""
@@ -201,9 +209,11 @@ def explain(verb: str, path: Path, size: int, error: OSError) -> str:
 
 
 def _is_name(name: str) -> bool:
-    """Whether an object may have this name: a relative path with nothing that leads elsewhere."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts and "\\" not in name and "\0" not in name
+    try:
+        check_name(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _exists(path: Path) -> bool:

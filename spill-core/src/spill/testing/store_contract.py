@@ -306,7 +306,9 @@ class StoreContract:
 
     # Names
 
-    @pytest.mark.parametrize("name", ["", "/log/1.json", "../log/1.json", "data/../log/1.json", "..", "a\\b", "a\0b"])
+    @pytest.mark.parametrize(
+        "name", ["", "/log/1.json", "../log/1.json", "data/../log/1.json", "..", "a\\b", "a\0b", "a//b", "./a"]
+    )
     def test_a_name_that_leads_elsewhere_is_refused(self, make_store: MakeStore, name: str) -> None:
         store = make_store()
         requests: list[Callable[[], object]] = [

@@ -369,7 +369,7 @@ def test_the_real_model_is_converted_bit_for_bit() -> None:
     targets = models.adapter_targets(model)
     assert len(targets) == 210
     assert models.stop_ids(model) == (2,)
-    assert models.default_learning_rate(model.student, model.parameters) == 3e-3
+    assert models.default_learning_rate(model.student, model.parameters) == 2e-3
     text = Text.load(model.directory, (2,))
     assert text.end_id == 2
     default = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"

@@ -112,7 +112,7 @@ def test_learning_rates_fall_with_size_and_agree_with_the_table() -> None:
         assert models.default_learning_rate(name, 1) == tag.learning_rate
     rates = [models.default_learning_rate("local", n * 10**7) for n in range(1, 2000)]
     assert rates == sorted(rates, reverse=True)
-    assert models.default_learning_rate("smollm2:135m-q4", 134_515_008) == 3e-3
+    assert models.default_learning_rate("smollm2:135m-q4", 134_515_008) == 2e-3
 
 
 @pytest.mark.parametrize("student", ["llama4:1b", "", "smollm2", "nothing-here"])

@@ -103,7 +103,7 @@ def test_a_key_that_is_taken_away_counts_as_a_change(spill: Spill, stopped: Path
     set_key(stopped, "learning_rate", None)
     done = spill("resume", stopped)
     assert done.code == 1
-    assert done.err.splitlines()[1:] == ["  learning_rate was 0.01, is 0.003"]
+    assert done.err.splitlines()[1:] == ["  learning_rate was 0.01, is 0.002"]
     assert files(stopped / ".spill") == {n[7:]: d for n, d in before.items() if n.startswith(".spill/")}
 
 

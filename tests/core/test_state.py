@@ -587,6 +587,7 @@ def test_a_state_of_every_format_so_far_is_read_and_resumed(
     before = journal(state, "tune")
     done = spill("resume", state, "--student", kept / "student", "--engine", "numpy")
     assert done.code == 0, done.err
+    assert head(state).plan.epsilon == commit.plan.epsilon  # as it began, whatever a new build would begin with
     assert journal(state, "tune")[:3] == before
     assert [step["step"] for step in journal(state, "tune")] == [1, 2, 3, 4]
     assert head(state).stages["eval:tuned"].finished

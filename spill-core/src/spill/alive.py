@@ -24,41 +24,47 @@ SIZE_LIMIT = 4096
 
 
 class Alive:
-    """A run's own object, kept up by a thread from `start` to `stop`."""
+    """A run's own object, there from `announce` on, kept up by a thread from `start` to `stop`.
 
-    def __init__(self, store: Store, claim: Claim, nonce: str, stop: StopRequest, where: Callable[[], str]) -> None:
+    `number` is that of the claim which the run is about to make.
+    """
+
+    def __init__(self, store: Store, number: int, nonce: str, stop: StopRequest, where: Callable[[], str]) -> None:
         self._store = store
-        self._claim = claim
-        self._name = f"alive/{claim.number}-{nonce}"
+        self._number = number
+        self._name = f"alive/{number}-{nonce}"
         self._stop = stop
         self._where = where
         self._beats = 0
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Write the object, sweep those of earlier claims, and keep renewing."""
+    def announce(self) -> None:
+        """Write the object before the claim is made, so that nobody ever finds the claim without it."""
         self._beat()
+
+    def start(self, claim: Claim) -> None:
+        """Sweep the objects of earlier claims, and keep renewing."""
         for entry in self._store.list("alive/"):
-            if _claim_of(entry.name) < self._claim.number:
+            if _claim_of(entry.name) < self._number:
                 self._store.delete(entry.name)
+        self._thread = threading.Thread(target=self._run, args=(claim,), name="alive", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop renewing and remove the object. That it cannot be removed is no fault: it grows old by itself."""
         self._done.set()
-        if self._thread.is_alive():
+        if self._thread:
             self._thread.join(RENEW_SECONDS)
         with contextlib.suppress(StoreError):
             self._store.delete(self._name)
 
-    def _run(self) -> None:
+    def _run(self, claim: Claim) -> None:
         while not self._done.wait(RENEW_SECONDS):
             # A store that is away for a while costs nothing here: the next commit decides.
             with contextlib.suppress(StoreError):
-                if other := stranger(self._store, self._claim):
-                    self._stop.fence(f"{other}; this run was at {self._where()}, what it did since commit "
-                                     f"{self._claim.commit.number} is discarded")  # fmt: skip
+                if other := stranger(self._store, claim):
+                    self._stop.fence(other)
                     return
                 self._beat()
 

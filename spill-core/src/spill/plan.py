@@ -13,7 +13,7 @@ from spill.folder import EXAM, TRAINING, Folder, Settings, shown
 from spill.models import Model, adapter_targets, default_learning_rate
 from spill.models.text import Text
 from spill.plugins import Registry
-from spill.recipe import total_steps, warmup_steps
+from spill.recipe import EPSILON, total_steps, warmup_steps
 from spill.records import Plan, Scalar, printable
 
 ANSWER_ROOM = 4
@@ -107,8 +107,10 @@ def make_plan(
     registry: Registry,
     flags: Mapping[str, Scalar | list[str]],
     known_as: str,
+    before: Plan | None,
 ) -> Plan:
-    """The plan of a build. `known_as` is the student's name when the build began; the learning rate goes by it.
+    """The plan of a build. `known_as` is the student's name when the build began; the learning rate goes by it. What
+    nobody can set is as in `before`, the plan that the build began with: a newer spill may begin with other values.
 
     Raises:
         PluginError: a stage that no plugin brings.
@@ -127,12 +129,12 @@ def make_plan(
         epochs=settings.epochs,
         batch=settings.batch,
         learning_rate=rate,
-        warmup_steps=warmup_steps(steps),
-        beta1=0.9,
-        beta2=0.999,
-        epsilon=1e-8,
-        weight_decay=0.0,
-        clip_norm=1.0,
+        warmup_steps=before.warmup_steps if before else warmup_steps(steps),
+        beta1=before.beta1 if before else 0.9,
+        beta2=before.beta2 if before else 0.999,
+        epsilon=before.epsilon if before else EPSILON,
+        weight_decay=before.weight_decay if before else 0.0,
+        clip_norm=before.clip_norm if before else 1.0,
         rank=settings.rank,
         alpha=settings.alpha,
         max_length=settings.max_length,

@@ -24,6 +24,9 @@ Scalar = str | int | float | bool
 T = TypeVar("T")
 
 
+_BETA = [validators.ge(0.0), validators.lt(1.0)]
+
+
 @frozen(kw_only=True)
 class Plan:
     """What a build computes. Every field is compared on resume, except those named in `NOT_COMPARED`.
@@ -41,12 +44,12 @@ class Plan:
     epochs: int
     batch: int
     learning_rate: float
-    warmup_steps: int
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    clip_norm: float
+    warmup_steps: int = field(validator=validators.ge(0))
+    beta1: float = field(validator=_BETA)
+    beta2: float = field(validator=_BETA)
+    epsilon: float = field(validator=[validators.gt(0.0), validators.le(1.0)])
+    weight_decay: float = field(validator=[validators.ge(0.0), validators.le(1.0)])
+    clip_norm: float = field(validator=[validators.gt(0.0), validators.lt(math.inf)])
     rank: int
     alpha: float
     max_length: int

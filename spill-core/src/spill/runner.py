@@ -1,6 +1,7 @@
 """A build from start to end: what is asked meets what the state holds, the run claims, stages advance and commit."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -8,9 +9,9 @@ from attrs import evolve
 
 from spill import environment, models, rates
 from spill.alive import Alive, watch
-from spill.claim import Claim
+from spill.claim import Claim, stranger
 from spill.engine import AdapterSpec, Engine, Numerics
-from spill.errors import HeldError, PluginError, SpillError, StateError, Stopped
+from spill.errors import HeldError, PluginError, SpillError, StateError, Stopped, StoreError
 from spill.folder import Settings, settings_flags
 from spill.handover import check_drift, fits, probe_rows, rounded_losses
 from spill.opening import (
@@ -64,6 +65,7 @@ class Build:
         self._base_checked = False
         self._notes: list[str] = []
         self._probe: Probe | None = None
+        self._working: tuple[str, Stage] | None = None
 
     def run(self) -> Commit:
         """Build until done or stopped. Returns the last commit.
@@ -96,27 +98,62 @@ class Build:
         self._stop.tick()
         if self._before and self._before.plan.dtype != self._plan.dtype:
             self._load_engine()  # one that refuses the new dtype must do so before the plan is changed
+        number = opened.head.highest + 1 if opened.head else 1
+        alive = Alive(opened.store, number, self._run_row.nonce, self._stop, self._where)
         try:
-            self._claim_state(opened)
-        except HeldError:
-            self._close_engine()
-            head = newest(opened.store)
-            if head and finished(head.commit):  # the holder's last commit was quicker: there is nothing left to do
-                return head.commit
-            raise
-        self._position = "its start"
-        alive = Alive(opened.store, self._claim, self._run_row.nonce, self._stop, lambda: self._position)
-        try:
-            alive.start()
-            for stage in self._plan.stages:
-                limit = stop_position if stage == stop_stage else None
-                self._run_stage(stage, limit)
-                if stage == stop_stage:
-                    break
+            alive.announce()
+            try:
+                self._claim_state(opened)
+            except HeldError:
+                head = newest(opened.store)
+                if head and finished(head.commit):  # the holder's last commit was quicker: there is nothing left to do
+                    return head.commit
+                raise
+            with self._told_as_taken_over():
+                alive.start(self._claim)
+                for stage in self._plan.stages:
+                    limit = stop_position if stage == stop_stage else None
+                    self._run_stage(stage, limit)
+                    if stage == stop_stage:
+                        break
         finally:
             alive.stop()
             self._close_engine()
         return self._claim.commit
+
+    @contextlib.contextmanager
+    def _told_as_taken_over(self) -> Iterator[None]:
+        """Say what is lost where somebody else took the state over. Seen from a run that does not know it yet, what
+        the new holder swept away looks like damage."""
+        try:
+            yield
+        except (HeldError, StateError) as fault:
+            other = fault.message if isinstance(fault, HeldError) else ""
+            if not other:
+                with contextlib.suppress(StoreError):
+                    other = stranger(self._opened.store, self._claim)
+            if not other:
+                raise
+            raise HeldError(f"{other}; {self._discarded()}") from None
+
+    def _where(self) -> str:
+        if self._working is None:
+            return "its start"
+        name, stage = self._working
+        return f"{name} {stage.unit} {stage.position} of {stage.total}"
+
+    def _discarded(self) -> str:
+        """Where this run is, and what of it no commit holds."""
+        saved = last = 0
+        commit = self._claim.commit
+        if self._working:
+            name, stage = self._working
+            saved = commit.stages[name].position if name in commit.stages else 0
+            last = stage.position
+        if last <= saved:
+            return f"this run was at {self._where()}, all of it committed before"
+        which = f"{stage.unit} {last} is" if last == saved + 1 else f"{stage.unit}s {saved + 1} to {last} are"
+        return f"this run was at {self._where()}; its {which} discarded, commit {commit.number} was its last"
 
     def _open_build(self) -> Opened:
         self._opened = open_build(self._request, self._registry)
@@ -168,7 +205,7 @@ class Build:
         if before:  # a dtype that was changed by flag is the build's own from now on
             flags = {**before.flags, **{name: flags[name] for name in changeable(self._request)}}
         known_as = before.student if before else model.student
-        plan = make_plan(opened.folder, settings, self._student, dtype, self._registry, flags, known_as)
+        plan = make_plan(opened.folder, settings, self._student, dtype, self._registry, flags, known_as, before)
         if before:
             refuse_differences(opened.place.uri, differences(before, plan, without=changeable(self._request)))
             if plan.dtype != before.dtype:
@@ -239,17 +276,16 @@ class Build:
         start = stage.position
         committer = _Committer(self, name, stage, start)
         self._report.begin(name, stage.unit, start, stage.total)
-        self._position = f"{name} {stage.unit} {start} of {stage.total}"
+        self._working = (name, stage)
         try:
             for progress in stage.advance(end):
                 self._report.progress(progress)
-                self._position = f"{name} {stage.unit} {progress.position} of {stage.total}"
                 committer.after_unit()
                 if progress.position < end:
                     self._stop.tick()
         except Stopped as stopped:
             self._report.end()
-            raise self._save_and_stop(stopped, name, stage, committer) from None
+            raise self._save_and_stop(stopped, stage, committer) from None
         self._report.end()
         committer.commit(final=True)
         if seconds := committer.unit_seconds:
@@ -258,8 +294,8 @@ class Build:
     def _rate_key(self, stage: str) -> str:
         return rates.key(self._spec.name, self._plan.dtype, self._plan.model, stage)
 
-    def _save_and_stop(self, stopped: Stopped, name: str, stage: Stage, committer: "_Committer") -> Stopped:
-        place = f"{name} {stage.unit} {stage.position} of {stage.total}"
+    def _save_and_stop(self, stopped: Stopped, stage: Stage, committer: "_Committer") -> Stopped:
+        place = self._where()
         if committer.unsaved:
             self._report.say(f"{stopped.message}: saving {place}; a kill now loses {committer.unsaved} {stage.unit}s")
             committer.commit()

@@ -89,7 +89,7 @@ class StageBench:
         model = read_directory(directory, student="local", tick=lambda: None)
         self._directory = directory
         self._student = prepare(model, stop_ids(model), self._folder, settings)
-        self._plan = make_plan(self._folder, settings, self._student, "float32", _registry(order), {}, "local")
+        self._plan = make_plan(self._folder, settings, self._student, "float32", _registry(order), {}, "local", None)
         self._others: dict[str, Saved] = {}
         for other in order[: order.index(name)]:
             self._others[other] = self.finish(BUILT_IN[other](self._work(other, None, Ticker()))).saved()

@@ -98,7 +98,19 @@ def rewrite(state: Path, change: Callable[[dict[str, Any]], object]) -> None:
     number = log_numbers(state)[-1]
     plain = entry(state, number)
     change(plain)
-    (state / "log" / f"{number}.json").write_text(json.dumps(plain), encoding="utf-8")
+    (state / "log" / f"{number}.json").write_bytes(sealed(plain))
+
+
+def sealed(plain: Mapping[str, Any]) -> bytes:
+    """A log entry of these values, as spill would write it, with the seal that they have; also of values that spill
+    never writes."""
+
+    def written(values: Mapping[str, Any]) -> bytes:
+        text = json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        return text.encode("utf-8", "surrogatepass")
+
+    bare = {key: value for key, value in plain.items() if key != "seal"}
+    return written({**bare, "seal": hashlib.sha256(written(bare)).hexdigest()})
 
 
 def replace_object(state: Path, stage: str, role: str, data: bytes) -> None:

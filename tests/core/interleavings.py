@@ -253,8 +253,7 @@ class World:
 
         An object is only what one of them needs, since nothing could survive the loss of both. The newest entry is
         never removed, which would make it a commit that nobody made; nor one whose number a run alive may still want,
-        which would remove a fence. The bit that flips makes an entry unreadable: nothing tells a readable one from
-        what was written.
+        which would remove a fence.
         """
         two = self.witness.newest_two()
         if len(two) < 2 or two[1].position == 0:
@@ -277,7 +276,8 @@ class World:
             del self.backing.objects[name]
         else:
             place = self._random.randrange(len(stored.data))
-            flipped = bytes(byte ^ (0x80 if at == place else 0) for at, byte in enumerate(stored.data))
+            bit = 1 << self._random.randrange(8)
+            flipped = bytes(byte ^ (bit if at == place else 0) for at, byte in enumerate(stored.data))
             self.backing.objects[name] = evolve(stored, data=flipped)
         self.tally["damage"] += 1
         self.trace.append(f"damage: {name} {'flipped' if name in self.backing.objects else 'removed'}")

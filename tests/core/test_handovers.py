@@ -1,6 +1,5 @@
 """A build that moves to another engine, and inputs that changed under a state: what is told, refused and recorded."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import pytest
 
 from spill.testing.models import tiny_model
 from tests.conftest import Outcome, Spill, write_folder
-from tests.core.builds import everything, files, head, journal, newest_entry, one_line, position
+from tests.core.builds import everything, files, head, journal, newest_entry, one_line, position, rewrite
 
 pytestmark = pytest.mark.usefixtures("quick", "other_engines")
 
@@ -200,10 +199,9 @@ def test_stage_names_that_differ_only_in_case_are_refused(spill: Spill, folder: 
 
 
 def test_a_state_that_needs_a_stage_not_installed_names_what_to_install(spill: Spill, half: Path) -> None:
-    state = state_of(half)
-    path = max((state / "log").glob("*.json"), key=lambda p: int(p.stem))
-    plain = json.loads(path.read_bytes())
-    plain["plan"]["stages"].append("distil")
-    plain["plan"]["plugins"]["distil"] = "spill-stage-distil"
-    path.write_text(json.dumps(plain))
+    def change(plain: dict[str, Any]) -> None:
+        plain["plan"]["stages"].append("distil")
+        plain["plan"]["plugins"]["distil"] = "spill-stage-distil"
+
+    rewrite(state_of(half), change)
     refused(spill("resume", half), "'distil'", "pip install spill-stage-distil")

@@ -30,7 +30,7 @@ from spill.stages.tune import open_tune, parse_state
 from spill.stores import Store
 from spill.table import render
 from tests.conftest import Spill, write_folder
-from tests.core.builds import files, make_run
+from tests.core.builds import files, make_run, sealed
 
 pytestmark = pytest.mark.usefixtures("quick")
 MUTATIONS = 2000
@@ -190,7 +190,8 @@ def mutated(chance: random.Random, original: dict[str, bytes]) -> dict[str, byte
     plain = json.loads(state[newest])
     state = {name: data for name, data in state.items() if name == newest or name in plain["objects"]}
     if chance.random() < 0.5:
-        state[newest] = json.dumps(of_a_value(chance, plain)).encode()
+        changed = of_a_value(chance, plain)
+        state[newest] = sealed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
         return state
     name = chance.choice(sorted(plain["objects"]))
     data = state[name]
@@ -199,7 +200,7 @@ def mutated(chance: random.Random, original: dict[str, bytes]) -> dict[str, byte
     else:
         data = of_bytes(chance, data)
     plain["objects"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    return {**state, name: data, newest: json.dumps(plain).encode()}
+    return {**state, name: data, newest: sealed(plain)}
 
 
 def lay_out(state: Path, contents: dict[str, bytes]) -> None:

@@ -292,6 +292,23 @@ def test_a_damaged_newest_commit_is_passed_over_and_named(three_steps: Path, dam
     assert position(three_steps, "tune") == 4
 
 
+def test_a_flipped_bit_anywhere_in_the_newest_entry_is_damage(store: LocalStore, state: Path) -> None:
+    worker = Worker(store, "alpha")
+    worker.step(1)
+    worker.step(2)
+    path = state / "log" / f"{worker.claim.commit.number}.json"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        head = newest(store)
+        assert head is not None
+        assert head.commit.stages["tune"].position == 1, whole[place - 20 : place + 20]
+    path.write_bytes(whole)
+    assert newest(store).commit.stages["tune"].position == 2  # type: ignore[union-attr]
+
+
 def test_a_resume_says_that_it_goes_back_and_ends_like_an_unbroken_build(
     spill: Spill, folder: Path, tmp_path: Path
 ) -> None:

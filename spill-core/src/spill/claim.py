@@ -18,7 +18,6 @@ from spill.records import (
     Run,
     StageRecord,
     printable,
-    to_json,
 )
 from spill.state import (
     COMMIT_LIMIT,
@@ -27,6 +26,7 @@ from spill.state import (
     Entry,
     Head,
     check_commit,
+    entry_bytes,
     exists,
     log_name,
     read_entry,
@@ -275,7 +275,7 @@ def _fit(commit: Commit) -> tuple[Commit, bytes]:
 
     A row is folded into the next alike one, neighbours first, never into the newest: who worked last must stay last.
     """
-    data = to_json(commit)
+    data = entry_bytes(commit)
     while len(data) > COMMIT_LIMIT:
         runs = list(commit.runs)
         older = range(len(runs) - 1)
@@ -289,7 +289,7 @@ def _fit(commit: Commit) -> tuple[Commit, bytes]:
         runs[second] = _folded(runs[first], runs[second])
         del runs[first]
         commit = evolve(commit, runs=tuple(runs))
-        data = to_json(commit)
+        data = entry_bytes(commit)
     return commit, data
 
 

@@ -14,8 +14,9 @@ from spill.engine import AdapterSpec, Float32, TrainingState, Update
 from spill.records import Plan
 
 WARMUP_SHARE = 0.06
-# AdamW's. It divides a gradient by its own size, so one that is nothing but rounding (some 1e-9 here) becomes a step like
-# any other where epsilon is as small as PyTorch's 1e-8, and another one on every engine. docs/continuity.md has figures.
+# AdamW's. It divides a gradient by its own size, so one that is nothing but rounding (some 1e-9 here) becomes a step
+# like any other where epsilon is as small as PyTorch's 1e-8, and another one on every engine. docs/continuity.md has
+# figures.
 EPSILON = 1e-5
 
 

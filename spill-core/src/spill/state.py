@@ -11,6 +11,7 @@ as anybody else's commit takes the number it wants.
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import frozen
 
@@ -24,6 +25,8 @@ from spill.records import (
     from_json,
     printable,
     structure,
+    to_json,
+    unstructure,
 )
 from spill.stores import Absent, Store, Unreadable
 
@@ -70,6 +73,16 @@ class Damaged(Exception):
 
 def log_name(number: int) -> str:
     return f"log/{number}.json"
+
+
+def entry_bytes(commit: Commit) -> bytes:
+    """A log entry: the commit as JSON, and in it as `seal` the sha256 of that JSON without it. The entry after this one
+    will hold this one's hash too; of the newest the seal is all that tells damage."""
+    return _sealed(unstructure(commit))
+
+
+def _sealed(plain: dict[str, Any]) -> bytes:
+    return to_json({**plain, "seal": hashlib.sha256(to_json(plain)).hexdigest()})
 
 
 def read_object(store: Store, commit: Commit, name: str) -> bytes:
@@ -188,6 +201,9 @@ def read_entry(store: Store, number: int) -> Entry:
                 f"{store.uri}: commit {number} is of state format {found}, this spill reads up to {FORMAT}: "
                 "upgrade spill-core"
             )
+        plain.pop("seal", None)
+        if data != _sealed(plain):
+            raise Malformed("its seal is not that of its content")
         commit = structure(plain, Commit)
         check_commit(commit, number)
     except Malformed as fault:

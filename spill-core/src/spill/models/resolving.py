@@ -31,8 +31,8 @@ class Tag:
     learning_rate: float
 
 
-# Never checked against the hub: it could not be reached where these commits were written down. One that the hub does not
-# have is refused in a line that names `hf:org/name`, its newest commit, as the way on.
+# Never checked against the hub: it could not be reached where these commits were written down. One that the hub does
+# not have is refused in a line that names `hf:org/name`, its newest commit, as the way on.
 TAGS = {
     "qwen2.5:0.5b": Tag(
         repository="Qwen/Qwen2.5-0.5B-Instruct",

@@ -86,7 +86,7 @@ class LocalStore:
         top = self._path(prefix.rstrip("/")) if prefix else self.root
         with self._faults("list", top):
             self._refuse_links(f"{prefix}any")
-            return sorted(self._walk(top), key=lambda e: e.name)
+            return sorted(self._walk(str(top), prefix), key=lambda e: e.name)
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -97,19 +97,21 @@ class LocalStore:
             with contextlib.suppress(OSError):  # the folder of a claim goes with its last object
                 path.parent.rmdir()
 
-    def _walk(self, top: Path) -> Iterator[Entry]:
-        folders = [top]
+    def _walk(self, top: str, prefix: str) -> Iterator[Entry]:
+        """Texts instead of paths: a log of thousands of entries is listed at every start."""
+        folders = [(top, prefix)]
         while folders:
+            folder, before = folders.pop()
             try:
-                entries = list(os.scandir(folders.pop()))
+                entries = list(os.scandir(folder))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             for entry in entries:
-                name = Path(entry.path).relative_to(self.root).as_posix()
+                name = before + entry.name
                 if not _is_name(name):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
+                    folders.append((entry.path, f"{name}/"))
                 elif entry.is_file(follow_symlinks=False):
                     try:
                         found = entry.stat(follow_symlinks=False)

@@ -65,7 +65,7 @@ def compare(a: Finished, b: Finished) -> str:
     loss = max(abs(x["loss"] - y["loss"]) for x, y in zip(a.steps, b.steps, strict=True))
     worst = min(cosine(a.adapter, b.adapter, [name]) for name in a.adapter)
     whole = cosine(a.adapter, b.adapter, list(a.adapter))
-    return f"{a.uri} | {b.uri}: step loss {loss:.1e}, worst tensor {worst:.6f}, whole adapter {whole:.7f}"
+    return f"{a.uri} | {b.uri}: step loss {loss:.1e}; cosine: worst tensor 1 - {1 - worst:.1e}, all 1 - {1 - whole:.1e}"
 
 
 def main(uris: list[str]) -> None:

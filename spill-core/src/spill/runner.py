@@ -151,7 +151,7 @@ class Build:
             saved = commit.stages[name].position if name in commit.stages else 0
             last = stage.position
         if last <= saved:
-            return f"this run was at {self._where()}, all of it committed before"
+            return f"this run was at {self._where()}, nothing of it is discarded"
         which = f"{stage.unit} {last} is" if last == saved + 1 else f"{stage.unit}s {saved + 1} to {last} are"
         return f"this run was at {self._where()}; its {which} discarded, commit {commit.number} was its last"
 

@@ -15,7 +15,7 @@ from attrs import frozen
 
 pytestmark = pytest.mark.real_model
 STUDENT = "smollm2:135m-q4"
-# Between engines: two of the 20 exam rows, twice the spread of the builds in docs/continuity.md.
+# Between engines: two of the 20 exam rows, which is twice the spread over seeds in docs/continuity.md.
 SCORE_TOLERANCE = 0.1
 
 

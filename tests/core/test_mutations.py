@@ -1,4 +1,5 @@
-"""Two thousand random mutations of a tiny state, each read and resumed like a build would, in this process.
+"""Two thousand random mutations of a tiny state, each read and resumed like a build would, in this process; as many as
+SPILL_MUTATIONS says where that is set.
 
 A state may be refused with a SpillError or work; nothing else may happen, and nothing outside its folder may change.
 """
@@ -33,7 +34,7 @@ from tests.conftest import Spill, write_folder
 from tests.core.builds import files, make_run, sealed
 
 pytestmark = pytest.mark.usefixtures("quick")
-MUTATIONS = 2000
+MUTATIONS = int(os.environ.get("SPILL_MUTATIONS", "2000"))
 SEED = 20260101
 
 NASTY: tuple[Any, ...] = (

@@ -155,7 +155,7 @@ def differences(old: Plan, new: Plan, *, without: Sequence[str] = ()) -> list[st
         before, now = getattr(old, name), getattr(new, name)
         if name == "files":
             lines += [
-                f"{file}: sha256 was {_short(before.get(file))}, is {_short(now.get(file))}"
+                f"{printable(file)}: sha256 was {_short(before.get(file))}, is {_short(now.get(file))}"
                 for file in sorted({*before, *now})
                 if before.get(file) != now.get(file)
             ]

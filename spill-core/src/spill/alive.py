@@ -44,10 +44,11 @@ class Alive:
         self._beat()
 
     def start(self, claim: Claim) -> None:
-        """Sweep the objects of earlier claims, and keep renewing."""
-        for entry in self._store.list("alive/"):
-            if _claim_of(entry.name) < self._number:
-                self._store.delete(entry.name)
+        """Sweep the objects of earlier claims, and keep renewing. What cannot be swept is left to the next run."""
+        with contextlib.suppress(StoreError):
+            for entry in self._store.list("alive/"):
+                if _claim_of(entry.name) < self._number:
+                    self._store.delete(entry.name)
         self._thread = threading.Thread(target=self._run, args=(claim,), name="alive", daemon=True)
         self._thread.start()
 

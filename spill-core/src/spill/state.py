@@ -126,7 +126,7 @@ def newest(store: Store) -> Head | None:
 
 def entry_numbers(store: Store) -> list[int]:
     """Every entry's number, ascending: one listing, then upward until absent, since a listing may lag."""
-    numbers = sorted(int(m[1]) for entry in store.list("log/") if (m := _LOG_NAME.fullmatch(entry.name)))
+    numbers = sorted(int(m[1]) for name in store.names("log/") if (m := _LOG_NAME.fullmatch(name)))
     while numbers and exists(store, log_name(numbers[-1] + 1)):
         numbers.append(numbers[-1] + 1)
     return numbers

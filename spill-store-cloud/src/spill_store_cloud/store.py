@@ -143,6 +143,9 @@ class CloudStore:
                 continue  # it was replaced meanwhile: the new one, from its start
         raise StoreError(f"cannot read {self.uri}/{name}: it is replaced faster than it can be read; run again")
 
+    def names(self, prefix: str) -> Sequence[str]:
+        return [entry.name for entry in self.list(prefix)]
+
     def list(self, prefix: str) -> list[Entry]:
         top = self._folder + "/"
         entries: list[Entry] = []

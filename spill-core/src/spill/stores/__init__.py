@@ -75,6 +75,11 @@ class Store(Protocol):
         """Every object whose name starts with `prefix` (which ends in `/` or is empty), never from a cache."""
         ...
 
+    def names(self, prefix: str) -> Sequence[str]:
+        """The names of what `list` answers. A log of thousands is looked through at every start: where a listing pays
+        for sizes and times by the object, as on a disk, this one must not."""
+        ...
+
     def delete(self, name: str) -> None:
         """Remove the object; that it is not there is no fault."""
         ...

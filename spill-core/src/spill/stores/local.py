@@ -83,10 +83,17 @@ class LocalStore:
                 os.close(handle)
 
     def list(self, prefix: str) -> list[Entry]:
-        top = self._path(prefix.rstrip("/")) if prefix else self.root
-        with self._faults("list", top):
-            self._refuse_links(f"{prefix}any")
-            return sorted(self._walk(str(top), prefix), key=lambda e: e.name)
+        entries: list[Entry] = []
+        with self._faults("list", self.root / prefix):
+            for name, found in self._walk(prefix):
+                with contextlib.suppress(FileNotFoundError):  # removed between listing and looking
+                    status = found.stat(follow_symlinks=False)
+                    entries.append(Entry(name=name, size=status.st_size, modified=status.st_mtime))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def names(self, prefix: str) -> Sequence[str]:
+        with self._faults("list", self.root / prefix):
+            return sorted(name for name, _ in self._walk(prefix))
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -97,9 +104,10 @@ class LocalStore:
             with contextlib.suppress(OSError):  # the folder of a claim goes with its last object
                 path.parent.rmdir()
 
-    def _walk(self, top: str, prefix: str) -> Iterator[Entry]:
-        """Texts instead of paths: a log of thousands of entries is listed at every start."""
-        folders = [(top, prefix)]
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Every object's name and place. Texts instead of paths: a log of thousands is listed at every start."""
+        self._refuse_links(f"{prefix}any")
+        folders = [(str(self._path(prefix.rstrip("/")) if prefix else self.root), prefix)]
         while folders:
             folder, before = folders.pop()
             try:
@@ -113,11 +121,7 @@ class LocalStore:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((entry.path, f"{name}/"))
                 elif entry.is_file(follow_symlinks=False):
-                    try:
-                        found = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:  # removed between listing and looking
-                        continue
-                    yield Entry(name=name, size=found.st_size, modified=found.st_mtime)
+                    yield name, entry
 
     def _path(self, name: str) -> Path:
         check_name(name)

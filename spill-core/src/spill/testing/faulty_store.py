@@ -162,6 +162,9 @@ class FaultyStore:
     def list(self, prefix: str) -> list[Entry]:
         return self._do("list", prefix, lambda: self.inner.list(prefix), lambda: self.inner.list(prefix)[::2])
 
+    def names(self, prefix: str) -> Sequence[str]:
+        return self._do("list", prefix, lambda: self.inner.names(prefix), lambda: self.inner.names(prefix)[::2])
+
     def delete(self, name: str) -> None:
         self._do("delete", name, lambda: self.inner.delete(name), lambda: None)
 

@@ -76,6 +76,9 @@ class MemoryStore:
                 if name.startswith(prefix)
             ]
 
+    def names(self, prefix: str) -> Sequence[str]:
+        return [entry.name for entry in self.list(prefix)]
+
     def delete(self, name: str) -> None:
         with self._request(name) as objects:
             objects.pop(name, None)

@@ -258,6 +258,7 @@ class StoreContract:
         reader = make_store()
         for prefix in ("", "log/", "alive/", "data/", f"data/1-{NONCE}/", f"data/1-{NONCE}/deep/"):
             found = reader.list(prefix)
+            assert sorted(reader.names(prefix)) == sorted(entry.name for entry in found)
             assert {e.name: e.size for e in found} == {n: s for n, s in expected.items() if n.startswith(prefix)}
             assert len(found) == len({e.name for e in found}), f"names come once under {prefix!r}"
             assert all(isinstance(e, Entry) for e in found)
@@ -342,6 +343,7 @@ class StoreContract:
                 "write": lambda s=store: s.write("log/1.json", [b"x"]),  # type: ignore[misc]
                 "read": lambda s=store: s.read("log/1.json", LIMIT),  # type: ignore[misc]
                 "list": lambda s=store: s.list("log/"),  # type: ignore[misc]
+                "names": lambda s=store: s.names("log/"),  # type: ignore[misc]
                 "delete": lambda s=store: s.delete("log/1.json"),  # type: ignore[misc]
             }
             for verb, request in requests.items():

@@ -93,7 +93,7 @@ class LocalStore:
 
     def names(self, prefix: str) -> Sequence[str]:
         with self._faults("list", self.root / prefix):
-            return sorted(name for name, _ in self._walk(prefix))
+            return [name for name, _ in self._walk(prefix)]
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -115,9 +115,9 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             for entry in entries:
-                name = before + entry.name
-                if not _is_name(name):
+                if not entry.name.isprintable() or "\\" in entry.name:  # no name of ours: `check_name`
                     continue
+                name = before + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((entry.path, f"{name}/"))
                 elif entry.is_file(follow_symlinks=False):
@@ -212,14 +212,6 @@ def explain(verb: str, path: Path, size: int, error: OSError) -> str:
             f"you are {os.geteuid()}): change the owner or the mode, or give another --state"
         )
     return f"cannot {verb} {path}: {error.strerror or error}"
-
-
-def _is_name(name: str) -> bool:
-    try:
-        check_name(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _exists(path: Path) -> bool:

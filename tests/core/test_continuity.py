@@ -126,11 +126,11 @@ def test_a_stop_at_any_tick_is_exit_75_and_the_rest_is_what_it_was(
     ticks = 10**9 - counter.left
     assert ticks > 40
     whole = everything(tmp_path / "whole")
-    places = set()
+    places, saved = set(), set()
     for tick in range(3, ticks, 3):
         state = tmp_path / f"stopped at {tick}"
         code = run(StopAtTick(tick), ["build", str(folder), "--state", str(state)])
-        error = capsys.readouterr().err
+        out, error = capsys.readouterr()
         assert code in (0, 75)
         if code == 75:
             assert error.startswith("spill: stopped by SIGTERM")
@@ -138,10 +138,17 @@ def test_a_stop_at_any_tick_is_exit_75_and_the_rest_is_what_it_was(
             if told := re.search(r" at (\S+) (?:step|row) (\d+) of \d+; saved: commit \d+$", error.strip()):
                 assert position(state, told[1]) == int(told[2])
                 places.add((told[1], told[2]))
+            saved |= set(
+                re.findall(r"SIGTERM: saving tune step (\d) of 4, (\d\.\d) MB; a kill now loses (\d) step", out)
+            )
         assert run(StopRequest(), ["build", str(folder), "--state", str(state)]) == 0
         assert everything(state) == whole, f"stopped at tick {tick} of {ticks}"
         shutil.rmtree(state)
     assert len(places) > 4
+    # Three times the adapter in float32, and the journal; nothing was committed within the tune before.
+    arrays = (tmp_path / "whole").glob("data/*/*state.safetensors")
+    size = f"{max(path.stat().st_size for path in arrays) / 1e6:.1f}"
+    assert {("2", size, "2"), ("3", size, "3")} <= saved
 
 
 def test_learning_rates_of_ten_steps_stopped_at_five_are_exactly_those_of_an_unbroken_build(build: Build) -> None:

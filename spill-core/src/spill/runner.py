@@ -296,9 +296,13 @@ class Build:
 
     def _save_and_stop(self, stopped: Stopped, stage: Stage, committer: "_Committer") -> Stopped:
         place = self._where()
-        if committer.unsaved:
-            self._report.say(f"{stopped.message}: saving {place}; a kill now loses {committer.unsaved} {stage.unit}s")
-            committer.commit()
+        if lost := committer.unsaved:
+
+            def tell(size: int) -> None:
+                loses = f"{lost} {stage.unit}{'s' if lost > 1 else ''}"
+                self._report.say(f"{stopped.message}: saving {place}, {size / 1e6:.1f} MB; a kill now loses {loses}")
+
+            committer.commit(tell=tell)
         return Stopped(f"{stopped.message} at {place}; saved: commit {self._claim.commit.number}", stopped.exit_code)
 
     def _work(self, name: str) -> Work:
@@ -391,10 +395,13 @@ class Build:
     def _note(self, text: str) -> None:
         self._run_row = evolve(self._run_row, notes=(*self._run_row.notes, text))
 
-    def commit_stage(self, name: str, stage: Stage, start: int) -> None:
-        """Take a snapshot of a stage and commit it, with this run's share of the work."""
+    def commit_stage(self, name: str, stage: Stage, start: int, tell: Callable[[int], None] | None = None) -> None:
+        """Take a snapshot of a stage and commit it, with this run's share of the work. `tell` is called before the
+        first byte is written, with how many there are."""
         with self._stop.saving():
             snapshot = stage.snapshot()
+            if tell:
+                tell(sum(memoryview(part).nbytes for parts in snapshot.objects.values() for part in parts))
             before = self._claim.commit.stages.get(name)
             kept = {role: before.objects[role] for role in snapshot.kept} if before else {}
             record = StageRecord(
@@ -459,11 +466,11 @@ class _Committer:
         if due and self._stage.position < self._stage.total:
             self.commit()
 
-    def commit(self, final: bool = False) -> None:
+    def commit(self, final: bool = False, tell: Callable[[int], None] | None = None) -> None:
         if not self.unsaved and not final:
             return
         begun = environment.seconds()
-        self._build.commit_stage(self._name, self._stage, self._start)
+        self._build.commit_stage(self._name, self._stage, self._start, tell)
         self._committed = self._stage.position
         self._last_commit = self._last_unit = environment.seconds()
         self._cost = self._last_commit - begun

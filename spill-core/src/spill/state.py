@@ -195,15 +195,15 @@ def read_entry(store: Store, number: int) -> Entry:
         plain = from_json(data)
         if not isinstance(plain, dict):
             raise Malformed("not a JSON object")
+        plain.pop("seal", None)
+        if data != _sealed(plain):  # in every format, or a flipped bit could make a newer one
+            raise Malformed("its seal is not that of its content")
         found = plain.get("format")
         if type(found) is int and found > FORMAT:
             raise StateError(
                 f"{store.uri}: commit {number} is of state format {found}, this spill reads up to {FORMAT}: "
                 "upgrade spill-core"
             )
-        plain.pop("seal", None)
-        if data != _sealed(plain):
-            raise Malformed("its seal is not that of its content")
         commit = structure(plain, Commit)
         check_commit(commit, number)
     except Malformed as fault:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -185,13 +184,8 @@ def test_a_model_is_fetched_once_whole_and_without_code(
     assert models.resolve("hf:org/name@main", tick=tick, say=never, offline=True) == model
 
 
-def test_every_tag_is_pinned_to_a_commit() -> None:
-    assert all(re.fullmatch("[0-9a-f]{40}", tag.revision) for tag in models.TAGS.values())
-    assert len({tag.revision for tag in models.TAGS.values()}) == len(models.TAGS) == 8
-
-
 def test_a_tag_is_fetched_from_its_repository(hub_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    tag = models.resolving.Tag(repository="org/name", revision=SHA, learning_rate=1e-3)
+    tag = models.resolving.Tag(repository="org/name", revision="main", learning_rate=1e-3)
     monkeypatch.setitem(models.TAGS, "smollm2:135m", tag)
     with serving(Hub(hub_files), monkeypatch):
         model = models.resolve("smollm2:135m", tick=tick, say=lambda line: None)

@@ -11,7 +11,7 @@ QUICK_MLX := $(shell $(PYTHON) -c "import ctypes, platform as p; \
 	p.system() == 'Darwin' and p.machine() == 'arm64' or ctypes.CDLL('libopenblas.so.0')" 2>/dev/null && echo mlx)
 ENGINES ?= torch $(QUICK_MLX)
 DEMO_PACKAGES := -e "./spill-core[gguf]" $(foreach engine,$(ENGINES),-e ./spill-engine-$(engine))
-TEST_PACKAGES := -e "./spill-core[gguf]" -e ./spill-engine-torch -e ./spill-engine-mlx -e ./spill-store-cloud
+TEST_PACKAGES := -e "./spill-core[gguf]" -e ./spill-engine-torch -e ./spill-engine-mlx -e "./spill-store-cloud[all]"
 
 .PHONY: demo test lint clean
 

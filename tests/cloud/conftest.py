@@ -1,6 +1,6 @@
 """Real object stores for the tests of spill-store-cloud. What they need beside it:
 
-    pip install -e ./spill-store-cloud -r tests/cloud/requirements.txt
+    pip install -e "./spill-store-cloud[all]" -r tests/cloud/requirements.txt
     npm install --no-save --prefix .cache/azurite azurite@3.35.0      # Node 20; or `azurite-blob` on PATH
 
 Each server starts once, when the first test asks for it, and is stopped at the end. A machine without one skips its
@@ -44,7 +44,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def started(start: Callable[[], AbstractContextManager[Server]]) -> Iterator[Server]:
     if not INSTALLED:
-        pytest.skip("spill-store-cloud is not installed: pip install -e ./spill-store-cloud")
+        pytest.skip('spill-store-cloud is not installed: pip install -e "./spill-store-cloud[all]"')
     running = start()
     try:
         server = running.__enter__()

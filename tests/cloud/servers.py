@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
@@ -159,18 +160,19 @@ def seaweed() -> Iterator[Server]:
             yield server
 
 
+def s3_client(server: Server) -> Any:
+    """A client of botocore's own."""
+    from botocore.session import Session
+
+    keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+    return Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
+
+
 def _make_s3_bucket(server: Server) -> None:
     """The server listens before its parts have found each other: ask until it has made the bucket."""
     from botocore.exceptions import ClientError
-    from botocore.session import Session
 
-    client = Session().create_client(
-        "s3",
-        endpoint_url=server.url,
-        region_name="us-east-1",
-        aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
-    )
+    client = s3_client(server)
     deadline = time.monotonic() + 120
     while True:
         try:

@@ -29,10 +29,11 @@ from spill.stores.local import LocalStore
 from spill.testing.faulty_store import ERROR, Call, Fault
 from spill.testing.memory_store import MemoryStore
 from spill.testing.models import tiny_model
+from tests.cloud.buckets import bucket_of
 from tests.cloud.building import Site, contents, each_unit_once, everything, head, put, put_between, taken
 from tests.cloud.relay import DROP, LOSE, Answer, Relay, Request, Rule
 from tests.cloud.servers import BUCKET, Server
-from tests.cloud.test_refusals import azure_error, google_error, s3_client, s3_error
+from tests.cloud.test_refusals import azure_error, google_error, s3_error
 from tests.conftest import Outcome, Spill, write_folder
 from tests.killing import Child, Nursery, Trap, nursery
 
@@ -427,60 +428,53 @@ def test_a_right_that_is_lost_mid_way_is_one_line_and_a_resume_goes_on_once_it_i
     each_unit_once(store)
 
 
-@pytest.fixture
-def own_bucket(moto: Server, reach: Reach) -> Iterator[tuple[Any, Store]]:
-    """A client, and a store in a bucket of the test's own."""
-    client = s3_client(moto)
-    client.create_bucket(Bucket="soon-gone")
-    yield client, reach(moto)(bucket="soon-gone", folder="relay")
-    client.close()
-
-
-def empty(client: Any) -> None:
-    for found in client.list_objects_v2(Bucket="soon-gone").get("Contents", []):
-        client.delete_object(Bucket="soon-gone", Key=found["Key"])
+def empty(store: Store) -> None:
+    for entry in store.list(""):
+        store.delete(entry.name)
 
 
 @pytest.mark.parametrize("emptied", [False, True], ids=["deleted", "emptied"])
 def test_a_bucket_that_goes_mid_way_is_one_line_and_a_resume_goes_on_once_it_is_restored(
     spill: Spill,
-    own_bucket: tuple[Any, Store],
+    server: Server,
+    reach: Reach,
     six_rows: Path,
     monkeypatch: pytest.MonkeyPatch,
     whole: Callable[[Path], object],
     emptied: bool,
 ) -> None:
     expected = whole(six_rows)
-    client, store = own_bucket
     saved: dict[str, bytes] = {}
+    with bucket_of(server, "soon-gone") as bucket:
+        store: Store = reach(server)(bucket="soon-gone", folder="relay")
 
-    def plan(call: Call) -> Fault | None:
-        if call.verb == "write" and "tune-state" in call.name and call.name.split("/")[-1] > "000007" and not saved:
-            saved.update(contents(store))
-            empty(client)
-            if not emptied:
-                client.delete_bucket(Bucket="soon-gone")
-        return None
+        def plan(call: Call) -> Fault | None:
+            if call.verb == "write" and "tune-state" in call.name and call.name.split("/")[-1] > "000007" and not saved:
+                saved.update(contents(store))
+                empty(store)
+                if not emptied:
+                    bucket.delete()
+            return None
 
-    with monkeypatch.context() as patch:
-        put_between(patch, plan)
-        done = spill("build", six_rows, "--state", store.uri, *OFTEN)
-    assert done.code == 1
-    if emptied:
-        one_line(done.err, f"spill: {store.uri}: the state has vanished", "nothing was committed: restore it")
-        assert not store.list("log/")
-        empty(client)
-    else:
-        one_line(done.err, "there is no bucket 'soon-gone'", "create it, or correct --state")
-        client.create_bucket(Bucket="soon-gone")
-    put(store, saved)
-    left = head(store)
-    assert 0 < position(left, "tune") < 6
-    assert f"resuming from commit {left.number} of alpha" in fine(spill("resume", six_rows, "--state", store.uri))
-    assert everything(store) == expected
-    each_unit_once(store)
-    empty(client)
-    client.delete_bucket(Bucket="soon-gone")
+        with monkeypatch.context() as patch:
+            put_between(patch, plan)
+            done = spill("build", six_rows, "--state", store.uri, *OFTEN)
+        assert done.code == 1
+        if emptied:
+            one_line(done.err, f"spill: {store.uri}: the state has vanished", "nothing was committed: restore it")
+            assert not store.list("log/")
+            empty(store)
+        else:
+            one_line(done.err, "there is no ", " 'soon-gone' at ", "create it, or correct --state")
+            bucket.make()
+        put(store, saved)
+        left = head(store)
+        assert 0 < position(left, "tune") < 6
+        assert f"resuming from commit {left.number} of alpha" in fine(spill("resume", six_rows, "--state", store.uri))
+        assert everything(store) == expected
+        each_unit_once(store)
+        empty(store)
+        bucket.delete()
 
 
 def test_a_state_folder_that_goes_mid_way_has_vanished(

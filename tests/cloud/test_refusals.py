@@ -10,6 +10,7 @@ import pytest
 
 from spill.errors import StoreError
 from spill.stores import Store, Unanswered
+from tests.cloud.buckets import bucket_of
 from tests.cloud.relay import Answer, Relay
 from tests.cloud.servers import AZURE_KEY, READER, READER_SECRET, SECRET, Server
 
@@ -52,6 +53,18 @@ def expect(store: Any, *words: str, verbs: tuple[str, ...] = tuple(REQUESTS)) ->
             assert word in line
 
 
+# every provider
+
+
+def test_a_bucket_is_deleted_mid_way(server: Server, reach: Reach) -> None:
+    with bucket_of(server, "soon-gone") as bucket:
+        store = reach(server)(bucket="soon-gone")
+        store.create("log/1.json", b"one")
+        store.delete("log/1.json")
+        bucket.delete()
+        expect(store, "there is no ", " 'soon-gone' at ", "create it, or correct --state")
+
+
 # S3
 
 
@@ -91,25 +104,6 @@ def test_s3_a_right_is_lost_mid_way(moto: Server, reach: Reach, relay_of: Callab
     expect(store, "no right to do that (AccessDenied", "s3:ListBucket")
     relay.order(lambda request: None)
     assert store.read("log/1.json", 9) == b"one"
-
-
-def test_s3_a_bucket_is_deleted_mid_way(moto: Server, reach: Reach) -> None:
-    place = reach(moto)
-    client = s3_client(moto)
-    client.create_bucket(Bucket="soon-gone")
-    store = place(bucket="soon-gone")
-    store.create("log/1.json", b"one")
-    store.delete("log/1.json")
-    client.delete_bucket(Bucket="soon-gone")
-    client.close()
-    expect(store, "there is no bucket 'soon-gone'", "create it, or correct --state")
-
-
-def s3_client(server: Server) -> Any:
-    from botocore.session import Session
-
-    keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
-    return Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +216,7 @@ def test_azure_a_connection_string_that_is_none(monkeypatch: pytest.MonkeyPatch)
         (azure_error(403, "AuthenticationFailed", "The Date header in the request is incorrect."), ("set the clock",)),
         (azure_error(400, "InvalidHeaderValue", "see http://h/p?sig=hunter2"), ("InvalidHeaderValue",)),
         (azure_error(404, "ContainerNotFound", "Gone."), ("there is no container", "create it")),
+        (azure_error(409, "ContainerBeingDeleted", "Going."), ("there is no container", "create it")),
         (azure_error(404, "ResourceNotFound", "Gone."), ("ResourceNotFound",)),
     ],
 )

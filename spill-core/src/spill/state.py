@@ -36,7 +36,7 @@ OBJECT_SIZE_LIMIT = 64 * 1024**3
 KEPT_STATES = 2
 CREATE_TRIES = 5
 
-_LOG_NAME = re.compile(r"log/(0|[1-9][0-9]{0,11})\.json")
+_LOG_NAMES = re.compile(r"^log/(0|[1-9][0-9]{0,11})\.json$", re.MULTILINE)
 _DATA_NAME = re.compile(r"data/([1-9][0-9]{0,11})-[0-9a-f]{16}/[a-z0-9][a-z0-9._-]{0,120}")
 _STATE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -126,7 +126,8 @@ def newest(store: Store) -> Head | None:
 
 def entry_numbers(store: Store) -> list[int]:
     """Every entry's number, ascending: one listing, then upward until absent, since a listing may lag."""
-    numbers = sorted(int(m[1]) for name in store.names("log/") if (m := _LOG_NAME.fullmatch(name)))
+    # All names as one text: a log of thousands is looked through at every start.
+    numbers = sorted(map(int, _LOG_NAMES.findall("\n".join(store.names("log/")))))
     while numbers and exists(store, log_name(numbers[-1] + 1)):
         numbers.append(numbers[-1] + 1)
     return numbers

@@ -119,7 +119,7 @@ class AzureContainer:
         named = f"{code}: {says}" if code else says
         if code == "BlobNotFound" or (status == 404 and not code):
             return Fault(kind=Kind.ABSENT, reason=named)
-        if code == "ContainerNotFound":
+        if code in ("ContainerNotFound", "ContainerBeingDeleted"):
             return _refused(
                 f"there is no container {self._container!r} at {self._where()}: create it, or correct --state"
             )

@@ -111,17 +111,17 @@ class LocalStore:
         while folders:
             folder, before = folders.pop()
             try:
-                entries = list(os.scandir(folder))
+                entries = os.scandir(folder)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            for entry in entries:
-                if not entry.name.isprintable() or "\\" in entry.name:  # no name of ours: `check_name`
-                    continue
-                name = before + entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append((entry.path, f"{name}/"))
-                elif entry.is_file(follow_symlinks=False):
-                    yield name, entry
+            with entries:
+                for entry in entries:
+                    if not entry.name.isprintable() or "\\" in entry.name:  # no name of ours: `check_name`
+                        continue
+                    if entry.is_file(follow_symlinks=False):
+                        yield before + entry.name, entry
+                    elif entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, f"{before}{entry.name}/"))
 
     def _path(self, name: str) -> Path:
         check_name(name)

@@ -29,8 +29,8 @@ from spill.stores.local import LocalStore
 from spill.testing.faulty_store import ERROR, Call, Fault
 from spill.testing.memory_store import MemoryStore
 from spill.testing.models import tiny_model
+from tests.building import Site, contents, each_unit_once, everything, head, put, put_between, taken
 from tests.cloud.buckets import bucket_of
-from tests.cloud.building import Site, contents, each_unit_once, everything, head, put, put_between, taken
 from tests.cloud.relay import DROP, LOSE, Answer, Relay, Request, Rule
 from tests.cloud.servers import BUCKET, Server
 from tests.cloud.test_refusals import azure_error, google_error, s3_error

@@ -100,10 +100,12 @@ def build(actor: Actor) -> None:
     head = newest(actor.store)
     if head and is_finished(head.commit):
         return
-    if head and watch(actor.store, head, takeover=actor.takeover, again=URI, tick=lambda: None, say=lambda line: None):
-        head = newest(actor.store)
-        if head and is_finished(head.commit):
-            return
+    if head:
+        quietly = {"tick": lambda: None, "say": lambda line: None}
+        if watch(actor.store, head, takeover=actor.takeover, again=URI, **quietly).anew:
+            head = newest(actor.store)
+            if head and is_finished(head.commit):
+                return
     alive = f"alive/{head.highest + 1 if head else 1}-{actor.row.nonce}"
     actor.store.write(alive, [b"0"])
     claim = actor.claim = Claim.begin(actor.store, head, make_plan(), actor.row, "a" * 32)
@@ -141,7 +143,7 @@ def write_step(actor: Actor, claim: Claim, position: int, content: str) -> None:
 
 def free(actor: Actor) -> None:
     """A run of `spill state gc`."""
-    list(collect(URI, None, actor.takeover, Registry(())))
+    list(collect(URI, None, actor.takeover, Registry(()), lambda: None, lambda line: None))
 
 
 # ---- the order in which things happen

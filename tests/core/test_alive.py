@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from attrs import define, evolve, field
 
-from spill.alive import DEAD_SECONDS, RENEW_SECONDS, watch
+from spill.alive import DEAD_SECONDS, RENEW_SECONDS, Watched, watch
 from spill.claim import Claim
 from spill.errors import HeldError
 from spill.state import Head, newest
@@ -38,7 +38,7 @@ class Scene:
         assert head is not None
         return head
 
-    def watch(self, takeover: bool = False) -> bool:
+    def watch(self, takeover: bool = False) -> Watched:
         store = MemoryStore(self.backing, AGAIN)
         return watch(store, self.head(), takeover=takeover, again=AGAIN, tick=lambda: None, say=self.said.append)
 
@@ -81,7 +81,7 @@ def test_a_holder_that_renews_keeps_the_state_and_the_refusal_says_all_there_is_
 
 def test_a_holder_that_died_just_now_is_watched_for_a_minute_and_no_longer(scene: Scene) -> None:
     scene.now = 6.0  # a requeued job starts so soon after its own death
-    assert scene.watch()
+    assert scene.watch() == Watched(anew=True, note="took over from holder (numpy), silent, at tune step 9 of 1000")
     assert DEAD_SECONDS <= scene.now <= DEAD_SECONDS + 10
     assert "alive 6 s ago; watching for up to 60 s" in scene.said[0]
     assert "done again" in scene.said[1]
@@ -89,7 +89,7 @@ def test_a_holder_that_died_just_now_is_watched_for_a_minute_and_no_longer(scene
 
 def test_a_holder_that_was_silent_for_over_a_minute_is_not_watched(scene: Scene) -> None:
     scene.now = DEAD_SECONDS + 1
-    assert scene.watch()
+    assert scene.watch().anew
     assert scene.now == DEAD_SECONDS + 1
 
 
@@ -99,19 +99,19 @@ def test_a_holder_that_ends_while_it_is_watched_leaves_the_state(scene: Scene) -
             MemoryStore(scene.backing).delete(scene.alive)
 
     scene.then = then
-    assert scene.watch()
+    assert scene.watch() == Watched(anew=True)
     assert scene.now < 10
 
 
 def test_a_holder_that_ended_is_not_asked_for(scene: Scene) -> None:
     MemoryStore(scene.backing).delete(scene.alive)
-    assert not scene.watch()
+    assert scene.watch() == Watched()
     assert scene.now == 0
     assert scene.said == []
 
 
 def test_a_takeover_claims_at_once_and_says_from_whom(scene: Scene) -> None:
-    assert not scene.watch(takeover=True)
+    assert scene.watch(takeover=True) == Watched(note="took over from holder (numpy) at tune step 9 of 1000")
     assert scene.now == 0
     assert "taking over from holder (numpy), which was at tune step 9 of 1000" in scene.said[0]
 

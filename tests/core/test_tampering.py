@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -502,6 +503,26 @@ DISKS: dict[str, Callable[[Path, Path], object]] = {
     "alive of 1 MB": lambda half, outside: ((half / "alive").mkdir(exist_ok=True),
                                             (half / "alive" / "1-x").write_bytes(b" " * 10**6)),
 }  # fmt: skip
+
+
+def test_an_object_too_large_for_this_machine_is_one_line_and_no_damage(half: Path, folder: Path, site: Path) -> None:
+    """A file of holes is as large as its author likes, at no cost to him."""
+    size = 16 * 1024**3
+    rewrite(half, each_object(size=size))
+    for name in newest_entry(half)["objects"]:
+        os.truncate(half / name, size)
+    program = "import resource as r; r.setrlimit(r.RLIMIT_AS, (2**32, 2**32)); from spill.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "resume", folder],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert one_line(done.stderr.splitlines()[-1])
+    assert f"{size:,} bytes, for which this machine has no memory" in done.stderr
+    assert "going back" not in done.stderr
 
 
 @pytest.mark.parametrize("case", DISKS)

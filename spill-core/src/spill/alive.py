@@ -9,6 +9,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from attrs import frozen
+
 from spill import environment
 from spill.claim import Claim, stranger
 from spill.errors import HeldError, StoreError
@@ -74,10 +76,18 @@ class Alive:
         self._store.write(self._name, [to_json({"beat": self._beats, "at": self._where()})])
 
 
+@frozen(kw_only=True)
+class Watched:
+    """What watching came to: whether the state is to be read anew, and a note on who was taken over, if anybody was."""
+
+    anew: bool = False
+    note: str = ""
+
+
 def watch(
     store: Store, head: Head, *, takeover: bool, again: str, tick: Callable[[], None], say: Callable[[str], None]
-) -> bool:
-    """Return once the holder of the state counts as gone: whether it took watching, so that it is to be read anew.
+) -> Watched:
+    """Return once the holder of the state counts as gone.
 
     Raises:
         HeldError: the holder renewed its object.
@@ -87,11 +97,11 @@ def watch(
     name = f"alive/{run.claim}-{run.nonce}" if run else ""
     first = _read(store, name) if run else b""
     if not first or run is None:
-        return False
+        return Watched()
     who = f"{printable(run.machine)} ({printable(run.engine)})"
     if takeover:
         say(f"taking over from {who}, which was at {_where(first, commit)}; what it did since is discarded there")
-        return False
+        return Watched(note=f"took over from {who} at {_where(first, commit)}")
     mine = f"alive/{head.highest + 1}-{environment.nonce()}"
     begun, told = environment.seconds(), False
     try:
@@ -99,12 +109,12 @@ def watch(
             store.write(mine, [to_json({"beat": 0, "at": "watching"})])
             stamps = {e.name: e.modified for e in store.list("alive/")}
             if name not in stamps:
-                return True
+                return Watched(anew=True)
             age = stamps.get(mine, stamps[name]) - stamps[name]
             now = _read(store, name)
             if now != first:
                 if not now:
-                    return True
+                    return Watched(anew=True)
                 raise HeldError(
                     f"{store.uri} is held by {who} at {_where(now, commit)}, alive {max(0.0, age):.0f} s ago; "
                     f"wait, or take over with: spill resume {again} --takeover (it loses what is not committed since "
@@ -116,7 +126,7 @@ def watch(
                     f"{who} has not been alive for {max(age, waited):.0f} s; it was at {_where(first, commit)}: what "
                     f"it did since {_committed(commit)} is done again"
                 )
-                return True
+                return Watched(anew=True, note=f"took over from {who}, silent, at {_where(first, commit)}")
             if not told:
                 say(
                     f"{who} was alive {max(0.0, age):.0f} s ago; watching for up to {DEAD_SECONDS:.0f} s whether it "

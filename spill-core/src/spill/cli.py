@@ -363,22 +363,24 @@ def history(target: str, state: str | None) -> None:
 @state.command()
 @click.argument("source", metavar="FOLDER|URI")
 @click.argument("destination", metavar="URI")
-def copy(source: str, destination: str) -> None:
+@click.pass_obj
+def copy(session: Session, source: str, destination: str) -> None:
     """Copy a state to another place, on any store."""
     from spill import upkeep
 
-    _print(upkeep.copy(source, destination, _registry()))
+    _print(upkeep.copy(source, destination, _registry(), session.stop.tick))
 
 
 @state.command()
 @TARGET
 @STATE
 @click.option("--takeover", is_flag=True, help="Take the state over at once from a run that holds it.")
-def gc(target: str, state: str | None, takeover: bool) -> None:
+@click.pass_obj
+def gc(session: Session, target: str, state: str | None, takeover: bool) -> None:
     """Free what no kept commit names; claims the state first."""
     from spill import upkeep
 
-    _print(upkeep.collect(target, state, takeover, _registry()))
+    _print(upkeep.collect(target, state, takeover, _registry(), session.stop.tick, click.echo))
 
 
 def _after(place: "Place", commit: Any) -> str:

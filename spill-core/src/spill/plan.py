@@ -120,6 +120,16 @@ def make_plan(
     rate = settings.learning_rate
     if rate is None:
         rate = default_learning_rate(known_as, student.model.parameters)
+    fixed: dict[str, Any] = {
+        "warmup_steps": warmup_steps(steps),
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "epsilon": EPSILON,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+    }
+    if before:
+        fixed = {name: getattr(before, name) for name in fixed}
     return Plan(
         student=known_as,
         model=student.model.identity,
@@ -129,12 +139,7 @@ def make_plan(
         epochs=settings.epochs,
         batch=settings.batch,
         learning_rate=rate,
-        warmup_steps=before.warmup_steps if before else warmup_steps(steps),
-        beta1=before.beta1 if before else 0.9,
-        beta2=before.beta2 if before else 0.999,
-        epsilon=before.epsilon if before else EPSILON,
-        weight_decay=before.weight_decay if before else 0.0,
-        clip_norm=before.clip_norm if before else 1.0,
+        **fixed,
         rank=settings.rank,
         alpha=settings.alpha,
         max_length=settings.max_length,

@@ -12,7 +12,7 @@ from spill.alive import Alive, watch
 from spill.claim import Claim, stranger
 from spill.engine import AdapterSpec, Engine, Numerics
 from spill.errors import HeldError, PluginError, SpillError, StateError, Stopped, StoreError
-from spill.folder import Settings, settings_flags
+from spill.folder import Folder, Settings, settings_flags
 from spill.handover import check_drift, fits, probe_rows, rounded_losses
 from spill.opening import (
     Opened,
@@ -82,17 +82,21 @@ class Build:
         for stage in stages:
             self._registry.get("stage", stage)
         stop_stage, stop_position = parse_stop_after(self._request.stop_after, stages)
-        if opened.head and watch(
-            opened.store,
-            opened.head,
-            takeover=self._request.takeover,
-            again=opened.place.again,
-            tick=self._stop.tick,
-            say=self._report.say,
-        ):
-            opened = self._open_build()  # the holder may have committed before it went
-            if opened.head and finished(opened.head.commit):
-                return opened.head.commit
+        if opened.head:
+            watched = watch(
+                opened.store,
+                opened.head,
+                takeover=self._request.takeover,
+                again=opened.place.again,
+                tick=self._stop.tick,
+                say=self._report.say,
+            )
+            if watched.anew:
+                opened = self._open_build()  # the holder may have committed before it went
+                if opened.head and finished(opened.head.commit):
+                    return opened.head.commit
+            if watched.note:
+                self._notes.append(watched.note)
         self._prepare(opened)
         self._introduce(opened)
         self._stop.tick()
@@ -111,6 +115,7 @@ class Build:
                 raise
             with self._told_as_taken_over():
                 alive.start(self._claim)
+                self._keep_folder(opened.folder)
                 for stage in self._plan.stages:
                     limit = stop_position if stage == stop_stage else None
                     self._run_stage(stage, limit)
@@ -256,8 +261,12 @@ class Build:
         with self._stop.saving():
             self._claim = Claim.begin(opened.store, opened.head, self._plan, self._run_row, state)
             self._run_row = evolve(self._run_row, claim=self._claim.commit.number)
-            if not self._claim.commit.folder:
-                files = {name: opened.folder.contents[name].decode() for name in opened.folder.hashes()}
+
+    def _keep_folder(self, folder: Folder) -> None:
+        """A new state's second commit: the folder's files, so that the state alone is enough from then on."""
+        if not self._claim.commit.folder:
+            files = {name: folder.contents[name].decode() for name in folder.hashes()}
+            with self._stop.saving():
                 self._claim.write(run=self._run_row, folder=[to_json(files)])
 
     # ---- stages

@@ -255,6 +255,11 @@ def _read_checked(store: Store, name: str, record: ObjectRecord) -> bytes:
         raise Damaged(f"{name} is missing") from None
     except Unreadable as fault:
         raise Damaged(str(fault)) from None
+    except MemoryError:  # no damage: a larger machine may read it
+        raise StateError(
+            f"{store.uri}: {name} has {record.size:,} bytes, for which this machine has no memory; check who wrote it, "
+            "or use a larger machine"
+        ) from None
     if len(data) != record.size:
         raise Damaged(f"{name} has {len(data)} bytes, not {record.size}")
     if hashlib.sha256(data).hexdigest() != record.sha256:

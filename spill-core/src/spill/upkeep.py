@@ -1,6 +1,6 @@
 """Looking after a state: verify it, tell its history, copy it to another store, and free what no kept commit names."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spill import environment
 from spill.alive import watch
@@ -12,6 +12,7 @@ from spill.records import Run, printable
 from spill.state import (
     COMMIT_LIMIT,
     Damaged,
+    Entry,
     Head,
     entry_numbers,
     kept_entries,
@@ -21,6 +22,8 @@ from spill.state import (
     read_object,
 )
 from spill.stores import Absent, Exists, Store, Unanswered, Unreadable, open_store
+
+Tick = Callable[[], None]
 
 
 def verify(target: str, state: str | None, registry: Registry) -> Iterator[str]:
@@ -54,18 +57,19 @@ def history(target: str, state: str | None, registry: Registry) -> Iterator[str]
         work = ", ".join(
             f"{printable(s)} {run.work[s][0]}-{run.work[s][1]}" for s in commit.plan.stages if s in run.work
         )
-        hop = "" if before is None or before.engine == run.engine else f"  [hop from {printable(before.engine)}]"
+        hopped = before and run.work and before.engine != run.engine
+        hop = f"  [hop from {printable(before.engine)}]" if before and hopped else ""
         notes = "".join(f"  [{printable(note)}]" for note in run.notes)
         times = f" ({run.starts} starts)" if run.starts > 1 else ""
         yield (
             f"commit {run.claim:>4}  {printable(run.started)}  {printable(run.machine)}  {printable(run.engine)}  "
             f"{printable(run.system)}  {work or 'nothing committed'}{times}{hop}{notes}"
         )
-        before = run
+        before = run if run.work else before
     yield f"next: spill table {place.again}"
 
 
-def copy(source: str, destination: str, registry: Registry) -> Iterator[str]:
+def copy(source: str, destination: str, registry: Registry, tick: Tick) -> Iterator[str]:
     """Copy a state: data that the kept commits name, then the log in order. The destination may be an older copy.
 
     Raises:
@@ -73,17 +77,29 @@ def copy(source: str, destination: str, registry: Registry) -> Iterator[str]:
     """
     place, store, head = find(source, None, registry)
     other = open_store(destination, registry)
-    numbers = entry_numbers(store)
+    while True:
+        try:
+            numbers, size = _copy_once(store, other, head, tick)
+        except StateError:
+            # Whoever works on the state meanwhile commits, and sweeps away what is being read here.
+            found = newest(store)
+            if found is None or found.highest == head.highest:
+                raise
+            head = found
+        else:
+            break
+    yield f"copied {place.uri} to {destination}: {numbers} commits, {size:,} bytes of data"
+    yield f"next: spill resume {locate(destination, None).again}   (continue one of the two copies only)"
+
+
+def _copy_once(store: Store, other: Store, head: Head, tick: Tick) -> tuple[int, int]:
+    """Copy the state as it is at `head`. Returns how many log entries there are, and the bytes of data written."""
+    numbers = [number for number in entry_numbers(store) if number <= head.highest]
     _refuse_foreign(store, other, head, numbers)
-    have = {entry.name: entry.size for entry in other.list("data/")}
-    copied = 0
-    for entry in kept_entries(store, head):
-        for name, record in entry.commit.objects.items():
-            if have.get(name) != record.size:
-                other.write(name, [read_object(store, entry.commit, name)])
-                have[name] = record.size
-                copied += record.size
+    kept = kept_entries(store, head)
+    size = _bring(store, other, kept, {entry.name: entry.size for entry in other.list("data/")}, tick)
     for number in numbers:
+        tick()
         try:
             data = store.read(log_name(number), COMMIT_LIMIT)
         except (Absent, Unreadable):  # a damaged entry is no state; its number stays free in the copy
@@ -92,12 +108,34 @@ def copy(source: str, destination: str, registry: Registry) -> Iterator[str]:
             other.create(log_name(number), data)
         except (Exists, Unanswered):
             if other.read(log_name(number), COMMIT_LIMIT) != data:
-                raise StateError(f"{destination}: somebody wrote commit {number} meanwhile; nothing was lost") from None
-    found = newest(other)
-    if found is None or found.entry.sha256 != head.entry.sha256:
-        raise StateError(f"{destination}: the copy does not verify; run the same command again")
-    yield f"copied {place.uri} to {destination}: {len(numbers)} commits, {copied:,} bytes of data"
-    yield f"next: spill resume {locate(destination, None).again}   (continue one of the two copies only)"
+                raise StateError(f"{other.uri}: somebody wrote commit {number} meanwhile; nothing was lost") from None
+    if not _is_at(other, head):
+        # Something of the right size was there already, and is damaged: nothing there is trusted, all is sent.
+        size += _bring(store, other, kept, {}, tick)
+        if not _is_at(other, head):
+            raise StateError(f"{other.uri}: the copy does not verify; copy to another place")
+    return len(numbers), size
+
+
+def _bring(store: Store, other: Store, kept: Sequence[Entry], have: Mapping[str, int], tick: Tick) -> int:
+    """Write what the kept commits name and `have`, sizes by name, lacks. Returns the bytes written."""
+    sent: dict[str, int] = {}
+    for entry in kept:
+        for name, record in entry.commit.objects.items():
+            tick()
+            if name not in sent and have.get(name) != record.size:
+                other.write(name, [read_object(store, entry.commit, name)])
+                sent[name] = record.size
+    return sum(sent.values())
+
+
+def _is_at(store: Store, head: Head) -> bool:
+    """Whether a store's newest whole commit is this one."""
+    try:
+        found = newest(store)
+    except StateError:  # no commit there is whole
+        return False
+    return found is not None and found.entry.sha256 == head.entry.sha256
 
 
 def _refuse_foreign(store: Store, other: Store, head: Head, numbers: list[int]) -> None:
@@ -124,16 +162,18 @@ def _refuse_foreign(store: Store, other: Store, head: Head, numbers: list[int]) 
             )
 
 
-def collect(target: str, state: str | None, takeover: bool, registry: Registry) -> Iterator[str]:
+def collect(
+    target: str, state: str | None, takeover: bool, registry: Registry, tick: Tick, say: Callable[[str], None]
+) -> Iterator[str]:
     """Free what no kept commit names. It is a run like any other: it claims first, and can be refused.
 
     Raises:
         HeldError: another run holds the state.
     """
     place, store, head = find(target, state, registry)
-    lines: list[str] = []
-    watch(store, head, takeover=takeover, again=place.again, tick=lambda: None, say=lines.append)
-    yield from lines
+    watched = watch(store, head, takeover=takeover, again=place.again, tick=tick, say=say)
+    if watched.anew:
+        head = newest(store) or head  # the holder may have committed before it went
     kept = [entry.commit for entry in kept_entries(store, head)]
     run = Run(
         nonce=environment.nonce(),
@@ -142,7 +182,7 @@ def collect(target: str, state: str | None, takeover: bool, registry: Registry) 
         engine="-",
         machine=environment.machine_name(),
         system=environment.operating_system(),
-        notes=("freed unnamed objects",),
+        notes=tuple(note for note in ("freed unnamed objects", watched.note) if note),
     )
     claim = Claim.begin(store, head, head.commit.plan, run, head.commit.state)
     objects, size = claim.sweep(kept)

@@ -209,6 +209,8 @@ def fake_gcs() -> Iterator[Server]:
 @contextlib.contextmanager
 def azurite() -> Iterator[Server]:
     """Azure's blob storage in memory."""
+    if find_spec("adlfs") is None:  # it brings the client that makes the container
+        raise NotInstalled('az is not installed: pip install "spill-store-cloud[az]"')
     places = os.pathsep.join([str(ROOT / ".cache/azurite/node_modules/.bin"), os.environ.get("PATH", "")])
     program = shutil.which("azurite-blob", path=places)
     if program is None:

@@ -102,7 +102,7 @@ def build(actor: Actor) -> None:
         return
     if head:
         quietly = {"tick": lambda: None, "say": lambda line: None}
-        if watch(actor.store, head, takeover=actor.takeover, again=URI, **quietly).anew:
+        if watch(actor.store, head, takeover=actor.takeover, command=URI, **quietly).anew:
             head = newest(actor.store)
             if head and is_finished(head.commit):
                 return

@@ -40,7 +40,14 @@ class Scene:
 
     def watch(self, takeover: bool = False) -> Watched:
         store = MemoryStore(self.backing, AGAIN)
-        return watch(store, self.head(), takeover=takeover, again=AGAIN, tick=lambda: None, say=self.said.append)
+        return watch(
+            store,
+            self.head(),
+            takeover=takeover,
+            command=f"spill resume {AGAIN}",
+            tick=lambda: None,
+            say=self.said.append,
+        )
 
 
 @pytest.fixture

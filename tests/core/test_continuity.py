@@ -139,7 +139,7 @@ def test_a_stop_at_any_tick_is_exit_75_and_the_rest_is_what_it_was(
                 assert position(state, told[1]) == int(told[2])
                 places.add((told[1], told[2]))
             saved |= set(
-                re.findall(r"SIGTERM: saving tune step (\d) of 4, (\d\.\d) MB; a kill now loses (\d) step", out)
+                re.findall(r"SIGTERM: saving tune step (\d) of 4, (\d\.\d) MB; a kill now loses steps 1 to (\d)", out)
             )
         assert run(StopRequest(), ["build", str(folder), "--state", str(state)]) == 0
         assert everything(state) == whole, f"stopped at tick {tick} of {ticks}"

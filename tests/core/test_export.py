@@ -57,7 +57,7 @@ def test_a_merged_model_computes_what_base_and_adapter_compute(tmp_path: Path, d
     state = trained(spec)
     model = resolve(str(source), tick=lambda: None, say=print)
     assert model is not None
-    done = write_merged(tmp_path / "merged", model, state, spec)
+    done = write_merged(tmp_path / "merged", model, state, spec, lambda: None)
     assert done.dtype == dtype
     assert done.rounding == 0.0 if dtype == "F32" else 0.0 < done.rounding < 0.01
     wanted, got = losses(source, spec, state), losses(tmp_path / "merged", spec, None)

@@ -72,7 +72,7 @@ class Reading:
         assert opened.head is not None
         commit = opened.head.commit
         lines = [render(commit, commit), *opened.head.notes]
-        watch(opened.store, opened.head, takeover=True, again="", tick=lambda: None, say=lines.append)
+        watch(opened.store, opened.head, takeover=True, command="", tick=lambda: None, say=lines.append)
         self._check("\n".join(lines))
         claim = Claim.begin(opened.store, opened.head, commit.plan, make_run("beta"), "0" * 32)
         for name, opener in (("eval:base", open_base), ("tune", open_tune), ("eval:tuned", open_tuned)):

@@ -92,6 +92,6 @@ def test_mlx_lm_computes_what_the_engine_computes(
 def test_transformers_loads_a_merged_model(
     base: Model, spec: AdapterSpec, state: TrainingState, wanted: np.ndarray, tmp_path: Path
 ) -> None:
-    write_merged(tmp_path / "out", base, state, spec)
+    write_merged(tmp_path / "out", base, state, spec, lambda: None)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert np.abs(torch_losses(model) - wanted).max() < 1e-4

@@ -85,20 +85,18 @@ class Watched:
 
 
 def watch(
-    store: Store, head: Head, *, takeover: bool, again: str, tick: Callable[[], None], say: Callable[[str], None]
+    store: Store, head: Head, *, takeover: bool, command: str, tick: Callable[[], None], say: Callable[[str], None]
 ) -> Watched:
-    """Return once the holder of the state counts as gone.
+    """Return once the holder of the state counts as gone. `command` is what the user runs, for a refusal to name.
 
     Raises:
         HeldError: the holder renewed its object.
     """
     commit = head.commit
-    run = next((r for r in commit.runs if r.nonce == commit.run), None)
-    name = f"alive/{run.claim}-{run.nonce}" if run else ""
-    first = _read(store, name) if run else b""
-    if not first or run is None:
+    who, name = _holder(commit)
+    first = _read(store, name) if name else b""
+    if not first:
         return Watched()
-    who = f"{printable(run.machine)} ({printable(run.engine)})"
     if takeover:
         say(f"taking over from {who}, which was at {_where(first, commit)}; what it did since is discarded there")
         return Watched(note=f"took over from {who} at {_where(first, commit)}")
@@ -115,11 +113,7 @@ def watch(
             if now != first:
                 if not now:
                     return Watched(anew=True)
-                raise HeldError(
-                    f"{store.uri} is held by {who} at {_where(now, commit)}, alive {max(0.0, age):.0f} s ago; "
-                    f"wait, or take over with: spill resume {again} --takeover (it loses what is not committed since "
-                    f"{_committed(commit)})"
-                )
+                raise HeldError(_refusal(store, who, now, age, commit, command))
             waited = environment.seconds() - begun
             if age > DEAD_SECONDS or waited > DEAD_SECONDS:
                 say(
@@ -141,8 +135,41 @@ def watch(
             store.delete(mine)
 
 
+def refuse_slower(store: Store, head: Head, command: str) -> HeldError:
+    """Why a run that lost its claim to the run of `head` does not go on."""
+    who, name = _holder(head.commit)
+    stamps = {}
+    data = _read(store, name) if name else b""
+    if data:
+        mine = f"alive/{head.highest + 1}-{environment.nonce()}"
+        store.write(mine, [to_json({"beat": 0, "at": "claiming"})])
+        stamps = {e.name: e.modified for e in store.list("alive/")}
+        store.delete(mine)
+    if name not in stamps:
+        return HeldError(
+            f"{store.uri}: {who or 'another run'} was quicker, and has ended at {_committed(head.commit)}; run "
+            "the same command again to go on from there"
+        )
+    return HeldError(_refusal(store, who, data, stamps.get(mine, stamps[name]) - stamps[name], head.commit, command))
+
+
+def _refusal(store: Store, who: str, data: bytes, age: float, commit: Commit, command: str) -> str:
+    return (
+        f"{store.uri} is held by {who} at {_where(data, commit)}, alive {max(0.0, age):.0f} s ago; wait, or take over "
+        f"with: {command} --takeover (it loses what is not committed since {_committed(commit)})"
+    )
+
+
+def _holder(commit: Commit) -> tuple[str, str]:
+    """The run of a commit in words, and the name of its object; empty where the commit has no row of it."""
+    run = next((r for r in commit.runs if r.nonce == commit.run), None)
+    if run is None:
+        return "", ""
+    return f"{printable(run.machine)} ({printable(run.engine)})", f"alive/{run.claim}-{run.nonce}"
+
+
 def _claim_of(name: str) -> int:
-    number = name.removeprefix("alive/").partition("-")[0]
+    number = name.removeprefix("alive/").removeprefix(".").partition("-")[0]  # of a write under way as well
     return int(number) if number.isascii() and number.isdigit() else 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from spill.errors import HeldError, StateError
+from spill.errors import HeldError, StateError, StoreError
 from spill.records import (
     CLAIM_LIMIT,
     FORMAT,
@@ -21,6 +21,7 @@ from spill.records import (
 )
 from spill.state import (
     COMMIT_LIMIT,
+    CREATE_TRIES,
     KEPT_STATES,
     Damaged,
     Entry,
@@ -30,10 +31,9 @@ from spill.state import (
     exists,
     log_name,
     read_entry,
+    settle,
 )
 from spill.stores import Absent, Buffer, Exists, Store, Unanswered, Unreadable
-
-CREATE_TRIES = 5
 
 
 class Claim:
@@ -46,7 +46,9 @@ class Claim:
         self._claim = claim
         self._serial = 0
         self._kept: list[Commit] = []
+        self._doomed: set[str] = set()
         self._verified_commits = 0
+        self.sweep_fault = ""  # why what is no longer needed could not be removed, the last time that was tried
 
     @property
     def commit(self) -> Commit:
@@ -193,11 +195,17 @@ class Claim:
         if len(kept) < KEPT_STATES:
             self._kept += dropped
             return
-        doomed = {name for commit in dropped for name in commit.objects}
+        self._doomed |= {name for commit in dropped for name in commit.objects}
         self._verified_commits += 1
-        if self._verified_commits == KEPT_STATES:
-            doomed |= {e.name for e in self._store.list("data/")}
-        self._delete(doomed, kept)
+        try:
+            if self._verified_commits == KEPT_STATES:
+                self._doomed |= {e.name for e in self._store.list("data/")}
+            self._delete(self._doomed, kept)
+        except StoreError as fault:  # the commit stands; the next one tries again
+            self.sweep_fault = fault.message
+        else:
+            self._doomed.clear()
+            self.sweep_fault = ""
 
     def sweep(self, kept: Sequence[Commit]) -> tuple[int, int]:
         """Delete what none of `kept` names, in folders of this or earlier claims: (objects, bytes)."""
@@ -223,7 +231,7 @@ class Claim:
 
 
 def _append(store: Store, commit: Commit) -> Entry:
-    """Create the log entry, and settle by reading back what a refusal or a lost reply left open."""
+    """Create the log entry."""
     try:
         check_commit(commit, commit.number)
     except Malformed as fault:
@@ -231,33 +239,25 @@ def _append(store: Store, commit: Commit) -> Entry:
             f"{store.uri}: commit {commit.number} cannot be made: {fault}; the last commit stands"
         ) from None
     commit, data = _fit(commit)
-    name = log_name(commit.number)
-    for _ in range(CREATE_TRIES):
-        try:
-            store.create(name, data)
-        except (Exists, Unanswered):
-            try:
-                found = store.read(name, COMMIT_LIMIT)
-            except Absent:
-                continue
-            except Unreadable:
-                found = b""
-            if found != data:
-                raise HeldError(_who(store, commit.number)) from None
-        return Entry(commit=commit, sha256=hashlib.sha256(data).hexdigest())
-    raise Unanswered(f"{store.uri}: the store did not answer {CREATE_TRIES} tries to commit; the last commit stands")
+    if not settle(store, log_name(commit.number), data):
+        raise HeldError(_who(store, commit.number))
+    return Entry(commit=commit, sha256=hashlib.sha256(data).hexdigest())
 
 
 def _prove_exclusive(store: Store, commit: Commit) -> None:
     """Create the claim a second time, with the same bytes: a store that accepts that ignores conditions."""
-    try:
-        store.create(log_name(commit.number), _fit(commit)[1])
-    except (Exists, Unanswered):
-        return
-    raise StateError(
-        f"{store.uri}: this store accepted the same exclusive create twice, so two runs could not be told apart; "
-        "keep the state elsewhere"
-    )
+    for _ in range(CREATE_TRIES):
+        try:
+            store.create(log_name(commit.number), _fit(commit)[1])
+        except Exists:
+            return
+        except Unanswered:
+            continue  # says nothing of conditions
+        raise StateError(
+            f"{store.uri}: this store accepted the same exclusive create twice, so two runs could not be told apart; "
+            "keep the state elsewhere"
+        )
+    raise Unanswered(f"{store.uri}: the store did not answer {CREATE_TRIES} tries to create an object twice; run again")
 
 
 def stranger(store: Store, claim: Claim) -> str:

@@ -275,9 +275,7 @@ def ask(session: Session, /, prompt: str | None, **options: Any) -> None:
         if prompt is not None:
             click.echo(answer(prompt))
             return
-        import signal
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # nothing to save here: Ctrl-C just ends it
+        session.stop.uninstall()  # nothing to save here: a signal just ends it
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "")

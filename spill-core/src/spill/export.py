@@ -105,7 +105,9 @@ class Merged:
     rounding: float
 
 
-def write_merged(directory: Path, model: Model, state: TrainingState, spec: AdapterSpec) -> Merged:
+def write_merged(
+    directory: Path, model: Model, state: TrainingState, spec: AdapterSpec, tick: Callable[[], None]
+) -> Merged:
     """A whole model directory in the base's dtype: `W + (alpha / rank) * B A`, computed in float32.
 
     Raises:
@@ -121,11 +123,12 @@ def write_merged(directory: Path, model: Model, state: TrainingState, spec: Adap
                 continue
             infos = arrays.read_header(source)
             with open(source, "rb") as old, open(made / source.name, "wb") as new:
-                _copy(old, new, min(info.start for info in infos.values()))
+                _copy(old, new, min(info.start for info in infos.values()), tick)
                 for name, info in sorted(infos.items(), key=lambda item: item[1].start):
+                    tick()
                     if name not in targets:
                         old.seek(info.start)
-                        _copy(old, new, info.end - info.start)
+                        _copy(old, new, info.end - info.start, tick)
                         continue
                     merged = arrays.load_float32(source, info) + _delta(state, targets[name], spec.scale)
                     stored, error = _rounded(merged, info)
@@ -159,8 +162,9 @@ def _rounded(merged: Float32, info: TensorInfo) -> tuple[bytes, float]:
     return narrow.tobytes(), float(np.abs(narrow.astype(np.float32) - merged).max())
 
 
-def _copy(old: Any, new: Any, size: int) -> None:
+def _copy(old: Any, new: Any, size: int, tick: Callable[[], None]) -> None:
     while size:
+        tick()
         block = old.read(min(size, CHUNK))
         if not block:
             raise OSError("the model's weights end early")

@@ -1,6 +1,7 @@
 """A build from start to end: what is asked meets what the state holds, the run claims, stages advance and commit."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -8,7 +9,7 @@ from typing import Any, Literal, Protocol
 from attrs import evolve
 
 from spill import environment, models, rates
-from spill.alive import Alive, watch
+from spill.alive import Alive, refuse_slower, watch
 from spill.claim import Claim, stranger
 from spill.engine import AdapterSpec, Engine, Numerics
 from spill.errors import HeldError, PluginError, SpillError, StateError, Stopped, StoreError
@@ -31,12 +32,12 @@ from spill.plugins import EngineSpec, Registry, detect, load_target
 from spill.records import Commit, Probe, Run, StageRecord, printable, to_json
 from spill.signals import StopRequest
 from spill.stages import Progress, Saved, Stage, Work
-from spill.state import newest
 from spill.table import finished, who
 
 COMMIT_SECONDS = 60.0
 LONG_UNIT_SECONDS = 5.0
 COST_SHARE = 0.05
+TAKEOVER_TRIES = 20
 
 
 class Reporter(Protocol):
@@ -66,6 +67,9 @@ class Build:
         self._notes: list[str] = []
         self._probe: Probe | None = None
         self._working: tuple[str, Stage] | None = None
+        self._told_of_sweep = False
+        self._before: Commit | None = None
+        self._run_row: Run
 
     def run(self) -> Commit:
         """Build until done or stopped. Returns the last commit.
@@ -76,55 +80,95 @@ class Build:
         """
         opened = self._open_build()
         if opened.head and finished(opened.head.commit):
-            self._check_model_at_hand(opened.head.commit)
+            with contextlib.suppress(Stopped):  # there is nothing left to stop
+                self._check_model_at_hand(opened.head.commit)
             return opened.head.commit
         stages = opened.head.commit.plan.stages if opened.head else opened.settings.stages
         for stage in stages:
             self._registry.get("stage", stage)
         stop_stage, stop_position = parse_stop_after(self._request.stop_after, stages)
-        if opened.head:
-            watched = watch(
-                opened.store,
-                opened.head,
-                takeover=self._request.takeover,
-                again=opened.place.again,
-                tick=self._stop.tick,
-                say=self._report.say,
-            )
-            if watched.anew:
-                opened = self._open_build()  # the holder may have committed before it went
-                if opened.head and finished(opened.head.commit):
-                    return opened.head.commit
-            if watched.note:
-                self._notes.append(watched.note)
+        opened = self._wait_for_holder(opened)
+        if opened.head and finished(opened.head.commit):
+            return opened.head.commit
         self._prepare(opened)
         self._introduce(opened)
         self._stop.tick()
         if self._before and self._before.plan.dtype != self._plan.dtype:
             self._load_engine()  # one that refuses the new dtype must do so before the plan is changed
-        number = opened.head.highest + 1 if opened.head else 1
-        alive = Alive(opened.store, number, self._run_row.nonce, self._stop, self._where)
         try:
-            alive.announce()
+            alive = self._claim_state(opened)
+            if isinstance(alive, Commit):
+                return alive
             try:
-                self._claim_state(opened)
-            except HeldError:
-                head = newest(opened.store)
-                if head and finished(head.commit):  # the holder's last commit was quicker: there is nothing left to do
-                    return head.commit
-                raise
-            with self._told_as_taken_over():
-                alive.start(self._claim)
-                self._keep_folder(opened.folder)
-                for stage in self._plan.stages:
-                    limit = stop_position if stage == stop_stage else None
-                    self._run_stage(stage, limit)
-                    if stage == stop_stage:
-                        break
+                with self._told_as_taken_over():
+                    alive.start(self._claim)
+                    self._keep_folder(opened.folder)
+                    for stage in self._plan.stages:
+                        limit = stop_position if stage == stop_stage else None
+                        self._run_stage(stage, limit)
+                        if stage == stop_stage:
+                            break
+            finally:
+                alive.stop()
         finally:
-            alive.stop()
             self._close_engine()
         return self._claim.commit
+
+    def _wait_for_holder(self, opened: Opened) -> Opened:
+        """Watch whoever holds the state, and read it anew, until nobody has claimed it in the meantime."""
+        while head := opened.head:
+            watched = watch(
+                opened.store,
+                head,
+                takeover=self._request.takeover,
+                command=self._command(opened),
+                tick=self._stop.tick,
+                say=self._report.say,
+            )
+            if watched.note:
+                self._notes.append(watched.note)
+            if not watched.anew:
+                break
+            opened = self._open_build()
+            if opened.head and (finished(opened.head.commit) or opened.head.commit.run == head.commit.run):
+                break
+        return opened
+
+    def _claim_state(self, opened: Opened) -> Alive | Commit:
+        """Claim the state, with this run announced as alive; or its last commit, where whoever was quicker finished it.
+
+        With --takeover a holder that commits meanwhile is claimed over all the same.
+        """
+        for tries in reversed(range(TAKEOVER_TRIES)):
+            number = opened.head.highest + 1 if opened.head else 1
+            alive = Alive(opened.store, number, self._run_row.nonce, self._stop, self._where)
+            try:
+                alive.announce()
+                with self._stop.saving():
+                    state = environment.nonce() + environment.nonce()
+                    self._claim = Claim.begin(opened.store, opened.head, self._plan, self._run_row, state)
+            except BaseException as fault:
+                alive.stop()
+                if not isinstance(fault, HeldError):
+                    raise
+            else:
+                self._run_row = evolve(self._run_row, claim=self._claim.commit.number)
+                return alive
+            opened = self._open_build()
+            assert opened.head, "somebody has committed"
+            differ = differences(opened.head.commit.plan, self._plan, without=changeable(self._request))
+            refuse_differences(opened.place.uri, differ)
+            if finished(opened.head.commit):
+                return opened.head.commit
+            if not (self._request.takeover and self._before and tries):
+                raise refuse_slower(opened.store, opened.head, self._command(opened))
+            self._before = opened.head.commit
+        raise AssertionError("the last try returns or raises")
+
+    def _command(self, opened: Opened) -> str:
+        """What resumes this build here, as far as its flags are needed for it."""
+        student = self._request.flags.get("student")
+        return f"spill resume {opened.place.again}{f' --student {shlex.quote(str(student))}' if student else ''}"
 
     @contextlib.contextmanager
     def _told_as_taken_over(self) -> Iterator[None]:
@@ -132,7 +176,7 @@ class Build:
         the new holder swept away looks like damage."""
         try:
             yield
-        except (HeldError, StateError) as fault:
+        except (HeldError, StateError, StoreError) as fault:
             other = fault.message if isinstance(fault, HeldError) else ""
             if not other:
                 with contextlib.suppress(StoreError):
@@ -147,18 +191,26 @@ class Build:
         name, stage = self._working
         return f"{name} {stage.unit} {stage.position} of {stage.total}"
 
+    def _unsaved(self) -> str:
+        """What of this run no commit holds, in words; empty where there is nothing."""
+        if not self._working:
+            return ""
+        name, stage = self._working
+        record = self._claim.commit.stages.get(name)
+        first, last = (record.position if record else 0) + 1, stage.position
+        if last < first:
+            return ""
+        return f"{stage.unit} {last}" if last == first else f"{stage.unit}s {first} to {last}"
+
     def _discarded(self) -> str:
         """Where this run is, and what of it no commit holds."""
-        saved = last = 0
-        commit = self._claim.commit
-        if self._working:
-            name, stage = self._working
-            saved = commit.stages[name].position if name in commit.stages else 0
-            last = stage.position
-        if last <= saved:
+        unsaved = self._unsaved()
+        if not unsaved:
             return f"this run was at {self._where()}, nothing of it is discarded"
-        which = f"{stage.unit} {last} is" if last == saved + 1 else f"{stage.unit}s {saved + 1} to {last} are"
-        return f"this run was at {self._where()}; its {which} discarded, commit {commit.number} was its last"
+        which = f"{unsaved} {'are' if ' to ' in unsaved else 'is'}"
+        return (
+            f"this run was at {self._where()}; its {which} discarded, commit {self._claim.commit.number} was its last"
+        )
 
     def _open_build(self) -> Opened:
         self._opened = open_build(self._request, self._registry)
@@ -256,12 +308,6 @@ class Build:
                 f"{' at ' + ', '.join(at) if at else ''}; only what came after that commit, if anything, is done again"
             )
 
-    def _claim_state(self, opened: Opened) -> None:
-        state = environment.nonce() + environment.nonce()
-        with self._stop.saving():
-            self._claim = Claim.begin(opened.store, opened.head, self._plan, self._run_row, state)
-            self._run_row = evolve(self._run_row, claim=self._claim.commit.number)
-
     def _keep_folder(self, folder: Folder) -> None:
         """A new state's second commit: the folder's files, so that the state alone is enough from then on."""
         if not self._claim.commit.folder:
@@ -294,7 +340,7 @@ class Build:
                     self._stop.tick()
         except Stopped as stopped:
             self._report.end()
-            raise self._save_and_stop(stopped, stage, committer) from None
+            raise self._save_and_stop(stopped, committer) from None
         self._report.end()
         committer.commit(final=True)
         if seconds := committer.unit_seconds:
@@ -303,16 +349,11 @@ class Build:
     def _rate_key(self, stage: str) -> str:
         return rates.key(self._spec.name, self._plan.dtype, self._plan.model, stage)
 
-    def _save_and_stop(self, stopped: Stopped, stage: Stage, committer: "_Committer") -> Stopped:
-        place = self._where()
-        if lost := committer.unsaved:
-
-            def tell(size: int) -> None:
-                loses = f"{lost} {stage.unit}{'s' if lost > 1 else ''}"
-                self._report.say(f"{stopped.message}: saving {place}, {size / 1e6:.1f} MB; a kill now loses {loses}")
-
-            committer.commit(tell=tell)
-        return Stopped(f"{stopped.message} at {place}; saved: commit {self._claim.commit.number}", stopped.exit_code)
+    def _save_and_stop(self, stopped: Stopped, committer: "_Committer") -> Stopped:
+        committer.commit()
+        return Stopped(
+            f"{stopped.message} at {self._where()}; saved: commit {self._claim.commit.number}", stopped.exit_code
+        )
 
     def _work(self, name: str) -> Work:
         commit = self._claim.commit
@@ -404,13 +445,17 @@ class Build:
     def _note(self, text: str) -> None:
         self._run_row = evolve(self._run_row, notes=(*self._run_row.notes, text))
 
-    def commit_stage(self, name: str, stage: Stage, start: int, tell: Callable[[int], None] | None = None) -> None:
-        """Take a snapshot of a stage and commit it, with this run's share of the work. `tell` is called before the
-        first byte is written, with how many there are."""
+    def commit_stage(self, name: str, stage: Stage, start: int) -> None:
+        """Take a snapshot of a stage and commit it, with this run's share of the work. What that writes, and what a
+        kill now would lose, is said where a stop was asked for, or as soon as one is."""
         with self._stop.saving():
             snapshot = stage.snapshot()
-            if tell:
-                tell(sum(memoryview(part).nbytes for parts in snapshot.objects.values() for part in parts))
+            size = sum(memoryview(part).nbytes for parts in snapshot.objects.values() for part in parts)
+            self._stop.saves = (
+                f"saving {self._where()}, {size / 1e6:.1f} MB; a kill now loses {self._unsaved() or 'nothing'}"
+            )
+            if self._stop.asked:
+                self._report.say(f"stopped by {self._stop.asked.name}: {self._stop.saves}")
             before = self._claim.commit.stages.get(name)
             kept = {role: before.objects[role] for role in snapshot.kept} if before else {}
             record = StageRecord(
@@ -427,6 +472,9 @@ class Build:
                 new={(name, role): parts for role, parts in snapshot.objects.items()},
                 probe=self._probe,
             )
+        if self._claim.sweep_fault and not self._told_of_sweep:
+            self._told_of_sweep = True
+            self._report.warn(f"{self._claim.sweep_fault}; what older commits named is kept until it can be removed")
 
     @property
     def place(self) -> Place:
@@ -435,9 +483,6 @@ class Build:
     @property
     def commit_every(self) -> float | None:
         return self._request.commit_every
-
-    def timed(self, unit_seconds: float) -> None:
-        self._stop.unit_seconds = max(self._stop.unit_seconds, unit_seconds)
 
 
 class _Committer:
@@ -466,7 +511,6 @@ class _Committer:
         now = environment.seconds()
         unit, since = now - self._last_unit, now - self._last_commit
         self._last_unit = now
-        self._build.timed(unit)
         every = self._build.commit_every
         if every is not None:
             due = since >= every
@@ -475,11 +519,11 @@ class _Committer:
         if due and self._stage.position < self._stage.total:
             self.commit()
 
-    def commit(self, final: bool = False, tell: Callable[[int], None] | None = None) -> None:
+    def commit(self, final: bool = False) -> None:
         if not self.unsaved and not final:
             return
         begun = environment.seconds()
-        self._build.commit_stage(self._name, self._stage, self._start, tell)
+        self._build.commit_stage(self._name, self._stage, self._start)
         self._committed = self._stage.position
         self._last_commit = self._last_unit = environment.seconds()
         self._cost = self._last_commit - begun

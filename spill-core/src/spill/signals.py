@@ -13,7 +13,7 @@ from spill.errors import HeldError, Stopped
 # SIGHUP: the terminal was closed.
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 GRACE_SECONDS = 15.0
-SAVING_SECONDS = 300.0
+SAVING_SECONDS = 300.0  # as long as a store is given to answer
 
 
 class StopRequest:
@@ -21,8 +21,10 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
+        self.saves = ""  # what is being saved, and what a kill now would lose; said when a stop is asked for meanwhile
         self._fenced = ""
-        self.unit_seconds = 0.0  # the longest unit so far: what a stop may have to wait for
+        self._ticked: float | None = None
+        self._longest = 0.0  # seconds from one tick to the next: what a stop may have to wait for
         self._held = 0
         self._bell = -1  # where the handler wakes the watchdog
 
@@ -34,6 +36,11 @@ class StopRequest:
         for number in EXIT_CODES:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
+
+    def uninstall(self) -> None:
+        """Give the signals back what they do by themselves: for a program that waits for input and holds no state."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @property
     def exit_code(self) -> int:
@@ -50,6 +57,10 @@ class StopRequest:
             HeldError: the state was taken over; nothing can be saved any more.
             Stopped: a signal asked for a stop.
         """
+        now = time.monotonic()
+        if self._ticked is not None:
+            self._longest = max(self._longest, now - self._ticked)
+        self._ticked = now
         if self._fenced:
             raise HeldError(self._fenced)
         if self.asked and not self._held:
@@ -63,6 +74,8 @@ class StopRequest:
             yield
         finally:
             self._held -= 1
+            self._ticked = None
+            self.saves = ""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
@@ -74,7 +87,9 @@ class StopRequest:
 
     def _watch(self, ears: int) -> None:
         os.read(ears, 1)
-        time.sleep(max(GRACE_SECONDS, self.unit_seconds * 2))
+        if self._held and self.saves and self.asked:
+            _tell(f"stopping by {self.asked.name}: {self.saves}")
+        time.sleep(max(GRACE_SECONDS, self._longest))
         if self._held:
             # A slow store is still taking the commit: cutting it short would lose what it is there to keep.
             time.sleep(SAVING_SECONDS)
@@ -82,7 +97,11 @@ class StopRequest:
         _leave("no place to stop was reached in time; the last commit stands", self.exit_code)
 
 
-def _leave(text: str, code: int) -> None:
+def _tell(text: str) -> None:
     # Not through sys.stderr: it refuses to be entered again by a handler that interrupted a write.
-    os.write(2, f"\nspill: {text}\n".encode())
+    os.write(2, f"{chr(10) if os.isatty(2) else ''}spill: {text}\n".encode())
+
+
+def _leave(text: str, code: int) -> None:
+    _tell(text)
     os._exit(code)

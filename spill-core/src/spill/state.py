@@ -28,7 +28,7 @@ from spill.records import (
     to_json,
     unstructure,
 )
-from spill.stores import Absent, Store, Unreadable
+from spill.stores import Absent, Exists, Store, Unanswered, Unreadable
 
 COMMIT_LIMIT = 64 * 1024
 OBJECTS_LIMIT = 64
@@ -149,33 +149,68 @@ def _newest_of(store: Store, numbers: Sequence[int]) -> tuple[Entry | None, list
     checked: dict[str, ObjectRecord] = {}
     for number in reversed(numbers):
         try:
+            return _verified(store, number, checked), notes
+        except Damaged as damage:
+            notes.append(f"commit {number} is damaged ({damage})")
+    return None, notes
+
+
+def _verified(store: Store, number: int, checked: dict[str, ObjectRecord]) -> Entry:
+    """An entry, after reading every object that it names but those in `checked`, to which they are added.
+
+    Raises:
+        Damaged: two readings, one after the other, found it: a reply that was cut short is no damage.
+    """
+    for last in (False, True):
+        try:
             entry = read_entry(store, number)
             for name, record in entry.commit.objects.items():
                 if checked.get(name) != record:
                     _read_checked(store, name, record)
                     checked[name] = record
-        except Damaged as damage:
-            notes.append(f"commit {number} is damaged ({damage})")
+        except Damaged:
+            if last:
+                raise
         else:
-            return entry, notes
-    return None, notes
+            break
+    return entry
 
 
-def kept_entries(store: Store, head: Head) -> list[Entry]:
-    """The newest distinct states that verify, the head first: those that retention keeps."""
-    kept = [head.entry]
+def kept_entries(store: Store, head: Head) -> tuple[list[Entry], str]:
+    """The newest distinct states that verify, the head first: those that retention keeps. And what is damaged of a
+    state that should be among them, if anything is."""
+    kept, damaged = [head.entry], ""
     for number in reversed(entry_numbers(store)):
         if number >= head.commit.number or len(kept) == KEPT_STATES:
             continue
         try:
             entry = read_entry(store, number)
             if all(set(entry.commit.objects) != set(k.commit.objects) for k in kept):
-                for name, record in entry.commit.objects.items():
-                    _read_checked(store, name, record)
-                kept.append(entry)
-        except Damaged:
-            continue
-    return kept
+                kept.append(_verified(store, number, {}))
+        except Damaged as damage:
+            damaged = damaged or f"commit {number} is damaged ({damage})"
+    return kept, damaged
+
+
+def settle(store: Store, name: str, data: bytes) -> bool:
+    """Create an object that is never overwritten, and settle by reading back what a refusal or a lost reply left open.
+    Answers whether these bytes lie there now, by whomever.
+
+    Raises:
+        Unanswered: the store did not say, however often it was asked.
+    """
+    for _ in range(CREATE_TRIES):
+        try:
+            store.create(name, data)
+        except (Exists, Unanswered):
+            try:
+                return store.read(name, COMMIT_LIMIT) == data
+            except Absent:
+                continue
+            except Unreadable:
+                return False
+        return True
+    raise Unanswered(f"{store.uri}: the store did not answer {CREATE_TRIES} tries to create {name}; run again")
 
 
 def read_entry(store: Store, number: int) -> Entry:

@@ -20,8 +20,9 @@ from spill.state import (
     newest,
     read_entry,
     read_object,
+    settle,
 )
-from spill.stores import Absent, Exists, Store, Unanswered, Unreadable, open_store
+from spill.stores import Absent, Store, Unreadable, open_store
 
 Tick = Callable[[], None]
 
@@ -33,8 +34,14 @@ def verify(target: str, state: str | None, registry: Registry) -> Iterator[str]:
         StateError: the newest commit is damaged, or none is whole.
     """
     place, store, head = find(target, state, registry)
-    yield from (f"warning: {note}" for note in head.notes)
-    for entry in kept_entries(store, head):
+    while True:
+        kept, damaged = kept_entries(store, head)
+        # Whoever works on the state meanwhile sweeps away what is being read here.
+        if not damaged or (found := newest(store)) is None or found.highest == head.highest:
+            break
+        head = found
+    yield from _warnings(head)
+    for entry in kept:
         commit = entry.commit
         size = sum(record.size for record in commit.objects.values())
         yield f"commit {commit.number}: whole, {len(commit.objects)} objects, {size:,} bytes, sha256 as named"
@@ -43,13 +50,22 @@ def verify(target: str, state: str | None, registry: Registry) -> Iterator[str]:
             f"{place.uri}: commit {head.highest} is damaged; a resume goes on from commit {head.commit.number}: "
             f"spill resume {place.again}"
         )
+    if damaged:
+        raise StateError(
+            f"{place.uri}: {damaged}; the newest, commit {head.commit.number}, is whole, but it is the only one: copy "
+            f"it with: spill state copy {place.again} DST"
+        )
     yield f"next: spill state history {place.again}"
+
+
+def _warnings(head: Head) -> Iterator[str]:
+    return (f"warning: {note}" for note in head.notes)
 
 
 def history(target: str, state: str | None, registry: Registry) -> Iterator[str]:
     """Who did what, one line a run, from the newest commit alone. Writes nothing."""
     place, _, head = find(target, state, registry)
-    yield from (f"warning: {note}" for note in head.notes)
+    yield from _warnings(head)
     commit = head.commit
     yield f"state {commit.state}, {head.highest} commits, student {printable(commit.plan.student)}"
     before: Run | None = None
@@ -88,6 +104,7 @@ def copy(source: str, destination: str, registry: Registry, tick: Tick) -> Itera
             head = found
         else:
             break
+    yield from _warnings(head)
     yield f"copied {place.uri} to {destination}: {numbers} commits, {size:,} bytes of data"
     yield f"next: spill resume {locate(destination, None).again}   (continue one of the two copies only)"
 
@@ -96,7 +113,7 @@ def _copy_once(store: Store, other: Store, head: Head, tick: Tick) -> tuple[int,
     """Copy the state as it is at `head`. Returns how many log entries there are, and the bytes of data written."""
     numbers = [number for number in entry_numbers(store) if number <= head.highest]
     _refuse_foreign(store, other, head, numbers)
-    kept = kept_entries(store, head)
+    kept, _ = kept_entries(store, head)
     size = _bring(store, other, kept, {entry.name: entry.size for entry in other.list("data/")}, tick)
     for number in numbers:
         tick()
@@ -104,15 +121,12 @@ def _copy_once(store: Store, other: Store, head: Head, tick: Tick) -> tuple[int,
             data = store.read(log_name(number), COMMIT_LIMIT)
         except (Absent, Unreadable):  # a damaged entry is no state; its number stays free in the copy
             continue
-        try:
-            other.create(log_name(number), data)
-        except (Exists, Unanswered):
-            if other.read(log_name(number), COMMIT_LIMIT) != data:
-                raise StateError(f"{other.uri}: somebody wrote commit {number} meanwhile; nothing was lost") from None
-    if not _is_at(other, head):
+        if not settle(other, log_name(number), data):
+            raise StateError(f"{other.uri}: somebody wrote commit {number} meanwhile; nothing was lost")
+    if not _holds(other, kept):
         # Something of the right size was there already, and is damaged: nothing there is trusted, all is sent.
         size += _bring(store, other, kept, {}, tick)
-        if not _is_at(other, head):
+        if not _holds(other, kept):
             raise StateError(f"{other.uri}: the copy does not verify; copy to another place")
     return len(numbers), size
 
@@ -129,13 +143,13 @@ def _bring(store: Store, other: Store, kept: Sequence[Entry], have: Mapping[str,
     return sum(sent.values())
 
 
-def _is_at(store: Store, head: Head) -> bool:
-    """Whether a store's newest whole commit is this one."""
+def _holds(store: Store, kept: Sequence[Entry]) -> bool:
+    """Whether these are a store's newest whole states."""
     try:
-        found = newest(store)
+        head = newest(store)
     except StateError:  # no commit there is whole
         return False
-    return found is not None and found.entry.sha256 == head.entry.sha256
+    return head is not None and [e.sha256 for e in kept_entries(store, head)[0]] == [e.sha256 for e in kept]
 
 
 def _refuse_foreign(store: Store, other: Store, head: Head, numbers: list[int]) -> None:
@@ -171,10 +185,20 @@ def collect(
         HeldError: another run holds the state.
     """
     place, store, head = find(target, state, registry)
-    watched = watch(store, head, takeover=takeover, again=place.again, tick=tick, say=say)
-    if watched.anew:
-        head = newest(store) or head  # the holder may have committed before it went
-    kept = [entry.commit for entry in kept_entries(store, head)]
+    command, note = f"spill state gc {place.again}", ""
+    while True:
+        watched = watch(store, head, takeover=takeover, command=command, tick=tick, say=say)
+        note = watched.note or note
+        before, found = head.commit.run, newest(store) if watched.anew else None
+        head = found or head  # the holder may have committed before it went, and somebody have claimed since
+        if found is None or found.commit.run == before:
+            break
+    if head.commit.number != head.highest:
+        raise StateError(
+            f"{place.uri}: {head.notes[0]}, and gc would free what it names; go back to commit {head.commit.number} "
+            f"first: spill resume {place.again}"
+        )
+    kept = [entry.commit for entry in kept_entries(store, head)[0]]
     run = Run(
         nonce=environment.nonce(),
         claim=0,
@@ -182,7 +206,7 @@ def collect(
         engine="-",
         machine=environment.machine_name(),
         system=environment.operating_system(),
-        notes=tuple(note for note in ("freed unnamed objects", watched.note) if note),
+        notes=("freed unnamed objects", *([note] if note else [])),
     )
     claim = Claim.begin(store, head, head.commit.plan, run, head.commit.state)
     objects, size = claim.sweep(kept)

@@ -136,7 +136,7 @@ def export(*, out: str, layout: str, merged: bool, registry: Registry, stop: Sto
     if made.state is None:
         raise _no_tune(made, "")
     if merged:
-        done = write_merged(Path(out), made.model, made.state, made.adapter)
+        done = write_merged(Path(out), made.model, made.state, made.adapter, stop.tick)
         return [f"wrote {path}" for path in done.files] + [
             f"merged in float32, stored as {done.dtype}: rounding changed a weight by at most {done.rounding:.1e}",
             f"next: load {out} as any model directory",

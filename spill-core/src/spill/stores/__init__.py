@@ -102,7 +102,8 @@ def local_path(uri: str) -> Path | None:
     """The folder that a plain path or a file:// URI names; None for every other scheme.
 
     Raises:
-        InputError: a URI with one slash too few, which would otherwise become a folder of that name.
+        InputError: a URI with one slash too few, which would otherwise become a folder of that name; a home directory
+            of nobody.
     """
     if scheme_of(uri) != "file":
         return None
@@ -111,7 +112,13 @@ def local_path(uri: str) -> Path | None:
         raise InputError(
             f"{uri} has one slash: write {scheme}://{rest} for the store, ./{uri} for a folder of that name"
         )
-    return Path(uri.removeprefix("file://")).expanduser()
+    _, divider, rest = uri.partition("://")
+    if divider and not rest.startswith("/"):
+        raise InputError(f"{uri!r} is not of the form file:///FOLDER; or give the folder's path")
+    try:
+        return Path(rest if divider else uri).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{uri}: {error} Give the whole path") from None
 
 
 def open_store(uri: str, registry: Registry | None = None) -> Store:

@@ -53,8 +53,11 @@ class LocalStore:
         with self._faults("write", path, sum(memoryview(p).nbytes for p in parts)):
             self._refuse_links(name)
             self._make_folder(path.parent)
-            temporary = self._write_temporary(path, parts)
-            os.replace(temporary, path)
+            try:
+                os.replace(self._write_temporary(path, parts), path)
+            except FileNotFoundError:  # another run has swept it away while this one slept
+                self._make_folder(path.parent)
+                os.replace(self._write_temporary(path, parts), path)
             _sync_folder(path.parent)
 
     def read(self, name: str, limit: int) -> bytes:

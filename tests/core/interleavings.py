@@ -100,12 +100,15 @@ def build(actor: Actor) -> None:
     head = newest(actor.store)
     if head and is_finished(head.commit):
         return
-    if head:
+    while head:
         quietly = {"tick": lambda: None, "say": lambda line: None}
-        if watch(actor.store, head, takeover=actor.takeover, command=URI, **quietly).anew:
-            head = newest(actor.store)
-            if head and is_finished(head.commit):
-                return
+        if not watch(actor.store, head, takeover=actor.takeover, command=URI, **quietly).anew:
+            break
+        watched, head = head.commit.run, newest(actor.store)
+        if head and is_finished(head.commit):
+            return
+        if head and head.commit.run == watched:
+            break
     alive = f"alive/{head.highest + 1 if head else 1}-{actor.row.nonce}"
     actor.store.write(alive, [b"0"])
     claim = actor.claim = Claim.begin(actor.store, head, make_plan(), actor.row, "a" * 32)

@@ -1,6 +1,7 @@
 """What `spill export` hands to other tools: adapters in two layouts, and a whole merged model."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 
 from spill import arrays
 from spill.engine import AdapterSpec, Numerics, Row, TrainingState
+from spill.errors import Stopped
 from spill.export import LAYOUTS, write_merged
 from spill.models import resolve
 from spill.recipe import initial_state
+from spill.signals import StopRequest
 from spill.testing.models import block_targets, tiny_model
 from spill.testing.numpy_engine import open_engine
 from tests.conftest import Spill
@@ -64,6 +67,23 @@ def test_a_merged_model_computes_what_base_and_adapter_compute(tmp_path: Path, d
     assert np.abs(wanted - got).max() < tolerance
     assert np.abs(wanted - losses(source, spec, None)).max() > 0.1
     assert {p.name for p in done.files} == {p.name for p in model.files()}
+
+
+def test_a_stop_while_merging_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "base")
+    spec = AdapterSpec(rank=4, alpha=6.0, targets=block_targets(source))
+    model = resolve(str(source), tick=lambda: None, say=print)
+    assert model is not None
+    stop = StopRequest()
+
+    def tick() -> None:
+        if any(tmp_path.glob(".merged.*/model.safetensors")):
+            stop.asked = signal.SIGTERM
+        stop.tick()
+
+    with pytest.raises(Stopped):
+        write_merged(tmp_path / "merged", model, trained(spec), spec, tick)
+    assert not list(tmp_path.glob("*merged*"))
 
 
 def test_the_layouts_hold_the_same_numbers_in_their_own_orientation(

@@ -427,6 +427,26 @@ def test_an_empty_target_is_refused(spill: Spill, loud: Path, monkeypatch: pytes
     failed(spill("build", ""), 1, "empty")
 
 
+@pytest.mark.parametrize("state", ["file://", "file://here/there", "FILE://there"])
+def test_a_file_uri_without_a_whole_path_is_refused(
+    spill: Spill, loud: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert spill("build", loud, "--state", state).error.startswith(
+        f"spill: {state!r} is not of the form file:///FOLDER"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_uri_is_the_folder_that_it_names(spill: Spill, made: Path) -> None:
+    assert spill("table", f"FILE://{made / 'done'}").code == 0
+
+
+def test_a_home_of_nobody_is_one_line(spill: Spill, loud: Path) -> None:
+    assert "Could not determine home directory" in spill("build", loud, "--state", "~nosuchuser/x").error
+
+
 @pytest.mark.parametrize("state", ["s3:/bucket/run", "GS:/bucket", "file:/tmp/x"])
 def test_a_uri_with_one_slash_makes_no_folder(
     spill: Spill, loud: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str

@@ -8,7 +8,7 @@ import pytest
 
 from spill.errors import HeldError
 from spill.stores.local import LocalStore
-from spill.testing.faulty_store import DIE_BEFORE, Call, Died, Fault, at
+from spill.testing.faulty_store import CONFLICT, DIE_BEFORE, DROPPED, LOST, Call, Died, Fault, at
 from tests.building import contents, put_between
 from tests.conftest import Outcome, Spill, write_folder
 from tests.core.builds import entry, everything, files, head, log_numbers, newest_entry, one_line, open_local
@@ -97,6 +97,39 @@ def test_verify_names_the_states_that_are_whole_and_what_is_damaged(spill: Spill
     assert f"commit {last - 1}: whole" in done.out
 
 
+def test_verify_names_a_damaged_second_state_and_says_that_the_newest_is_whole(
+    spill: Spill, folder: Path, state: Path
+) -> None:
+    last = log_numbers(state)[-1]
+    flip(tune_object(state, 1))
+    done = spill("state", "verify", folder)
+    refused(done, f"commit {last - 1} is damaged", "has another sha256", f"commit {last}, is whole", "spill state copy")
+    assert f"commit {last}: whole" in done.out
+    assert "at tune 4/6" in fine(spill("resume", folder, "--stop-after", "tune:6"))
+    assert fine(spill("state", "verify", folder)).count("whole") == 2
+
+
+def test_verify_beside_a_run_that_goes_on_is_of_a_later_commit(
+    spill: Spill, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last, second = log_numbers(state)[-1], tune_object(state, 1)
+    done: list[str] = []
+
+    def go_on(call: Call) -> Fault | None:
+        if call.verb == "read" and call.name.endswith(second.name) and not done:
+            with monkeypatch.context() as patch:
+                patch.setattr("spill.stores.load_target", lambda spec: LocalStore)
+                done.append(fine(spill("resume", folder, *OFTEN)))
+        return None
+
+    put_between(monkeypatch, go_on)
+    out = fine(spill("state", "verify", folder))
+    assert done
+    assert not second.exists()
+    assert f"commit {log_numbers(state)[-1]}: whole" in out
+    assert f"commit {last}: whole" not in out
+
+
 def test_history_tells_machines_hops_and_takeovers(
     spill: Spill, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch, other_engines: None
 ) -> None:
@@ -174,8 +207,33 @@ def test_what_is_damaged_in_a_copy_is_sent_again(spill: Spill, state: Path, tmp_
     fine(spill("state", "copy", state, copy))
     flip(tune_object(copy, numbers_back))
     fine(spill("state", "copy", state, copy))
-    assert head(copy) == head(state)
-    assert tune_object(copy).read_bytes() == tune_object(state).read_bytes()
+    assert files(copy) == {name: data for name, data in files(state).items() if not name.startswith("alive")}
+
+
+def test_a_copy_says_that_it_goes_back(spill: Spill, state: Path, tmp_path: Path) -> None:
+    last = log_numbers(state)[-1]
+    flip(tune_object(state))
+    out = fine(spill("state", "copy", state, tmp_path / "copy"))
+    assert f"warning: commit {last} is damaged" in out
+    assert f"warning: going back to commit {last - 1}" in out
+
+
+@pytest.mark.parametrize("fault", [DROPPED, LOST, CONFLICT])
+def test_a_copys_entry_without_an_answer_is_settled_by_reading_back(
+    spill: Spill, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    met: list[str] = []
+
+    def plan(call: Call) -> Fault | None:
+        if call.verb == "create" and call.name not in met:
+            met.append(call.name)
+            return fault
+        return None
+
+    put_between(monkeypatch, plan)
+    fine(spill("state", "copy", state, tmp_path / "copy"))
+    assert head(tmp_path / "copy") == head(state)
+    assert len(met) == len(log_numbers(state))
 
 
 def test_a_copy_that_is_cut_off_anywhere_is_no_newer_state_and_goes_on(
@@ -245,6 +303,16 @@ def test_gc_frees_what_killed_writers_left_and_names_itself_in_the_history(
     assert before.items() <= after.items()
     assert "nothing committed  [freed unnamed objects]" in fine(spill("state", "history", folder))
     fine(spill("resume", folder))
+
+
+def test_gc_frees_nothing_that_a_damaged_commit_names(spill: Spill, folder: Path, state: Path) -> None:
+    last = log_numbers(state)[-1]
+    flip(tune_object(state))
+    before = contents(open_local(state))
+    refused(
+        spill("state", "gc", folder), f"commit {last} is damaged", f"go back to commit {last - 1} first: spill resume"
+    )
+    assert contents(open_local(state)) == before
 
 
 def alive_of(state: Path) -> Path:

@@ -43,6 +43,10 @@ CUT = "cut"
 """The reply breaks off in the middle of its body."""
 DAMAGE = "damage"
 """One bit of the request's body is turned on the way to the server."""
+MUTE = "mute"
+"""The request is read and never answered; the connection stays open."""
+DEAF = "deaf"
+"""The request's body is not even read; the connection stays open."""
 
 Rule = Callable[[Request], Answer | str | None]
 
@@ -54,6 +58,7 @@ class Relay:
     url: str
     rule: Rule = lambda request: None
     seen: list[Request] = field(factory=list)
+    closed: threading.Event = field(factory=threading.Event)
     _lock: threading.Lock = field(factory=threading.Lock)
 
     def order(self, rule: Rule) -> None:
@@ -75,8 +80,12 @@ class _Handler(BaseHTTPRequestHandler):
     upstream: str
 
     def _serve(self) -> None:
-        body = self._body()
         order = self.relay.decide(self.command, self.path, dict(self.headers.items()))
+        body = b"" if order == DEAF else self._body()
+        if order in (DEAF, MUTE):
+            self.relay.closed.wait(60)
+            self._hang_up()
+            return
         if order == DROP:
             self._hang_up()
             return
@@ -96,7 +105,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
 
+    def handle_expect_100(self) -> bool:
+        """Whether a client that waits for it may send its body is seen when that is read."""
+        return True
+
     def _body(self) -> bytes:
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
         pieces = []
@@ -158,6 +174,7 @@ def relayed(url: str) -> Iterator[Relay]:
     try:
         yield relay
     finally:
+        relay.closed.set()
         server.shutdown()
         server.server_close()
         thread.join()

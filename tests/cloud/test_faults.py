@@ -11,7 +11,7 @@ import pytest
 
 from spill.errors import StoreError
 from spill.stores import Absent, Exists, Store, Unanswered, Unreadable
-from tests.cloud.relay import CUT, DAMAGE, DROP, LOSE, Answer, Relay, Request, Rule
+from tests.cloud.relay import CUT, DAMAGE, DEAF, DROP, LOSE, MUTE, Answer, Relay, Request, Rule
 from tests.cloud.servers import BUCKET, Server
 
 Reach = Callable[..., Callable[..., Any]]
@@ -216,6 +216,70 @@ def test_five_minutes_without_a_success(
     assert len(relay.seen) == 43
 
 
+def test_after_five_minutes_of_silence_reading_back_and_clearing_up_get_one_try_each(
+    place: Callable[..., Any], relay: Relay, no_sleep: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = place()
+    store.patience_seconds = 300.0
+    store.list("")
+    now = [1000.0]
+    monkeypatch.setattr("spill_store_cloud.store.seconds", lambda: now[0])
+
+    def rule(request: Request) -> str:
+        now[0] += 60.0
+        return DROP
+
+    relay.order(rule)
+    with pytest.raises(Unanswered, match="nothing succeeded in 300 s"):
+        store.create("log/1.json", b"mine")
+    assert len(no_sleep) >= 2
+    no_sleep.clear()
+    for request, _ in (REQUESTS["read"], REQUESTS["delete"]):
+        with pytest.raises(StoreError, match="nothing succeeded in 300 s"):
+            request(store)
+    assert no_sleep == []
+    relay.order(lambda request: None)
+    store.list("")  # a success: patience begins anew
+    relay.order(rule)
+    with pytest.raises(Unanswered):
+        store.create("log/1.json", b"mine")
+    assert len(no_sleep) >= 2
+
+
+@pytest.mark.parametrize("order", [MUTE, DEAF])
+def test_a_store_that_takes_a_connection_and_falls_silent_is_not_waited_for_without_end(
+    place: Callable[..., Any], relay: Relay, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries' own limits do not see all of it: a reply that is never begun, a body that nobody takes."""
+    monkeypatch.setattr("spill_store_cloud.store.LAST_TRY_SECONDS", 1.0)
+    store, data = place(), large(17)
+    store.create("log/1.json", b"one")
+    store.patience_seconds = 0.0
+    relay.order(lambda request: order)
+    for verb, (request, _) in {**REQUESTS, "large": (lambda s: s.write("data/x", [data]), None)}.items():
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match="nothing succeeded in") as found:
+            request(store)
+        assert isinstance(found.value, Unanswered) == (verb not in ("read", "list"))
+        assert time.monotonic() - begun < 10
+    relay.order(lambda request: None)
+    store.patience_seconds = 20.0
+    assert store.read("log/1.json", 9) == b"one"
+
+
+@pytest.mark.parametrize("order", [MUTE, DEAF])
+def test_a_part_that_nobody_takes_is_sent_again(
+    place: Callable[..., Any], relay: Relay, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spill_store_cloud.store.REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("spill_store_cloud.store.SLOWEST_BYTES_PER_SECOND", 10 * MIB)
+    store, data = place(), large(20)
+    relay.order(first(1, order, lambda request: int(request.headers.get("content-length", 0)) > MIB))
+    store.write("data/x", [data])
+    whole = store.read("data/x", len(data)) == data
+    assert whole
+
+
 # Large objects
 
 
@@ -277,9 +341,14 @@ def test_an_upload_that_vanished_is_an_error_and_changes_nothing(
     store.write("data/x", [b"what was there before"])
     gone = Answer(404, b"<Error><Code>NoSuchUpload</Code><Message>The upload does not exist.</Message></Error>")
     relay.order(lambda request: gone if request.method == "POST" and "uploadId=" in request.path else None)
-    with pytest.raises(StoreError, match="NoSuchUpload"):
+    with pytest.raises(StoreError, match=r"NoSuchUpload.*, 3 times; run again"):
         store.write("data/x", [large(18)])
     assert store.read("data/x", 99) == b"what was there before"
+    data = large(18)
+    relay.order(first(1, gone, lambda request: "partNumber=" in request.path))
+    store.write("data/x", [data])  # it begins again
+    whole = store.read("data/x", len(data)) == data
+    assert whole
     assert unfinished(moto) == 0
 
 

@@ -33,7 +33,8 @@ class Google:
     """The upload side of the store, as gcsfs's file system reaches it; `faults` says what goes wrong with each request.
 
     `before`: no answer, nothing kept. `after`: no answer, all kept. `half`: half is kept, and said. `half-lost`: half
-    is kept, and not said. `damage`: a bit is turned. `gone`: the upload is forgotten.
+    is kept, and not said. `none`: nothing is kept, and that is said. `damage`: a bit is turned. `gone`: the upload is
+    forgotten. `less`: what was kept before is gone, and that is said.
     """
 
     _location = "http://google"
@@ -45,7 +46,7 @@ class Google:
         self._faults = faults
         self._open: dict[str, tuple[str, str, bytearray]] = {}
 
-    def call(self, method: str, path: str, **request: Any) -> tuple[dict[str, str], bytes]:
+    async def _call(self, method: str, path: str, **request: Any) -> tuple[dict[str, str], bytes]:
         if method == "DELETE":
             self._open.pop(path, None)
             return {}, b""
@@ -75,8 +76,10 @@ class Google:
             assert int(found[3]) - start + 1 == len(body)
             if fault == "damage":
                 body = bytes([body[0] ^ 1]) + body[1:]
-            whole = fault not in ("half", "half-lost")
-            kept += body if whole else body[: len(body) // 2 // 262144 * 262144]
+            half = len(body) // 2 // 262144 * 262144
+            kept += body[: {"half": half, "half-lost": half, "none": 0}.get(str(fault), len(body))]
+            if fault == "less":
+                del kept[262144:]
         if fault in ("after", "half-lost"):
             raise aiohttp.ServerDisconnectedError()
         if len(kept) < size:
@@ -94,7 +97,7 @@ def upload(no_sleep: list[float], monkeypatch: pytest.MonkeyPatch) -> Callable[.
     def write(*faults: Fault, size: int = 5 * MIB // 2) -> Google:
         google = Google(iter(faults))
         client = CloudStore(parse("gs://bucket/relay", "gs"), GoogleBucket(google, "bucket"))
-        client.patience_seconds = 0.5
+        client.patience_seconds = 2.0
         data = bytes(range(256)) * (size // 256)
         try:
             client.write("data/x", [data[:1000], data[1000:]])
@@ -115,7 +118,7 @@ def test_three_parts(upload: Callable[..., Google]) -> None:
     ]
 
 
-@pytest.mark.parametrize("fault", ["before", "after", "half", "half-lost"])
+@pytest.mark.parametrize("fault", ["before", "after", "half", "half-lost", "none", "gone", "damage", "less"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_break_at_any_part(upload: Callable[..., Google], fault: str, at: int, times: int) -> None:
@@ -135,15 +138,20 @@ def test_the_object_was_made_and_the_answer_lost(upload: Callable[..., Google]) 
     assert upload(None, None, "after").requests[-1] == "bytes */2621440"
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_damage_is_refused_at_the_end(upload: Callable[..., Google], at: int) -> None:
-    with pytest.raises(StoreError, match="MD5"):
-        upload(*[None] * at, "damage")
+@pytest.mark.parametrize(("fault", "says"), [("damage", "MD5"), ("gone", "forgotten the unfinished upload")])
+def test_an_upload_that_is_lost_whenever_it_begins_is_an_error(
+    upload: Callable[..., Google], fault: str, says: str
+) -> None:
+    with pytest.raises(StoreError, match=f"{says}.*, 3 times; run again"):
+        upload(*[fault] * 100)
 
 
-def test_a_forgotten_upload_is_an_error(upload: Callable[..., Google]) -> None:
-    with pytest.raises(StoreError, match="forgotten the unfinished upload; run again"):
-        upload(None, "gone")
+def test_a_store_that_keeps_nothing_is_asked_with_pauses_and_not_for_ever(
+    upload: Callable[..., Google], no_sleep: list[float]
+) -> None:
+    with pytest.raises(Unanswered, match="keeps nothing of what comes after byte 1048576"):
+        upload(None, *["none"] * 10**6)
+    assert max(no_sleep) > 1
 
 
 def test_silence_is_unanswered(no_sleep: list[float]) -> None:

@@ -4,6 +4,7 @@ do, never taken for absence, and without a secret in it."""
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -57,8 +58,9 @@ def expect(store: Any, *words: str, verbs: tuple[str, ...] = tuple(REQUESTS)) ->
 
 
 def test_a_bucket_is_deleted_mid_way(server: Server, reach: Reach) -> None:
+    opener = reach(server)
     with bucket_of(server, "soon-gone") as bucket:
-        store = reach(server)(bucket="soon-gone")
+        store = opener(bucket="soon-gone")
         store.create("log/1.json", b"one")
         store.delete("log/1.json")
         bucket.delete()
@@ -136,6 +138,26 @@ def test_s3_a_clock_that_is_off(moto: Server, reach: Reach, relay_of: Callable[[
     expect(store, f"this machine's clock is {abs(minutes)} minutes off the store's", "set the clock")
 
 
+def test_s3_a_clock_that_is_off_by_nobody_knows_how_much(
+    moto: Server, reach: Reach, relay_of: Callable[[Server], Relay]
+) -> None:
+    relay = relay_of(moto)
+    store = reach(moto, relay.url)()
+    relay.order(lambda request: s3_error(403, "RequestTimeTooSkewed", "Too large."))
+    expect(store, "this machine's clock is off the store's", "set the clock")
+
+
+@pytest.mark.parametrize("code", ["ConcurrentModification", "Conflict"])
+def test_s3_conflicts_of_any_name_are_asked_again(
+    moto: Server, reach: Reach, relay_of: Callable[[Server], Relay], code: str
+) -> None:
+    relay = relay_of(moto)
+    store = reach(moto, relay.url)()
+    relay.order(lambda request: s3_error(409, code, "Try again.") if request.index < 3 else None)
+    store.create("log/1.json", b"one")
+    assert store.read("log/1.json", 9) == b"one"
+
+
 def test_s3_a_condition_that_vanished_is_no_absence(
     moto: Server, reach: Reach, relay_of: Callable[[Server], Relay]
 ) -> None:
@@ -172,8 +194,58 @@ def test_google_answers_that_asking_again_does_not_change(
     expect(store, *words, verbs=("write", "list", "delete") if answer.status == 412 else tuple(REQUESTS))
 
 
+def test_google_too_many_requests_by_one_user_are_asked_again(
+    fake_gcs: Server, reach: Reach, relay_of: Callable[[Server], Relay]
+) -> None:
+    relay = relay_of(fake_gcs)
+    store = reach(fake_gcs, relay.url)()
+    slow = google_error(403, "rateLimitExceeded: The rate of requests is too high")
+    relay.order(lambda request: slow if request.index < 3 else None)
+    store.create("log/1.json", b"one")
+    assert store.read("log/1.json", 9) == b"one"
+
+
+@pytest.mark.parametrize(("retryable", "kind"), [(True, "BUSY"), (False, "REFUSED")])
+def test_google_a_token_that_cannot_be_had_for_now_is_asked_for_again(retryable: bool, kind: str) -> None:
+    """As gcsfs wraps what the token's server answers."""
+    pytest.importorskip("gcsfs")
+    from gcsfs.retry import HttpError
+    from google.auth.exceptions import RefreshError
+
+    gs = import_module("spill_store_cloud.gs")
+    wrapped = HttpError({"code": 401, "message": "Invalid Credentials"})
+    wrapped.__cause__ = RefreshError("Invalid JWT Signature.", retryable=retryable)
+    fault = gs.GoogleBucket(None, "bucket").judge(wrapped)
+    assert fault.kind.name == kind
+    assert "Invalid JWT Signature" in fault.reason
+
+
+def test_google_a_user_in_the_endpoint_is_not_shown(
+    fake_gcs: Server, reach: Reach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach(fake_gcs, fake_gcs.url.replace("//", "//ada:hunter2@"))
+    store = import_module("spill_store_cloud.gs").open_gs("gs://nowhere/relay")
+    expect(store, "there is no bucket 'nowhere' at http://127.0.0.1", verbs=("read", "list", "delete"))
+
+
+def test_google_an_object_replaced_while_it_is_read_is_read_again(
+    fake_gcs: Server, reach: Reach, relay_of: Callable[[Server], Relay]
+) -> None:
+    """The store answers 412 to a part of a version that is gone; the emulator does not."""
+    relay = relay_of(fake_gcs)
+    store, data = reach(fake_gcs, relay.url)(), b"x" * 17 * 1024**2
+    store.write("data/x", [data])
+    moved = google_error(412, "conditionNotMet")
+    ranged = iter([moved])
+    relay.order(lambda request: next(ranged, None) if "ifGenerationMatch" in request.path else None)
+    whole = store.read("data/x", len(data)) == data
+    assert whole
+    assert next(ranged, None) is None
+
+
 def test_google_a_key_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    gs = pytest.importorskip("spill_store_cloud.gs")
+    pytest.importorskip("gcsfs")
+    gs = import_module("spill_store_cloud.gs")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
     with pytest.raises(StoreError, match=r"GOOGLE_APPLICATION_CREDENTIALS names .*, which is not there"):
         gs.open_gs("gs://bucket/folder")
@@ -195,13 +267,15 @@ def test_azure_wrong_key(azurite: Server, reach: Reach, monkeypatch: pytest.Monk
 
 
 def test_azure_without_an_account() -> None:
-    az = pytest.importorskip("spill_store_cloud.az")
+    pytest.importorskip("adlfs")
+    az = import_module("spill_store_cloud.az")
     with pytest.raises(StoreError, match="AZURE_STORAGE_ACCOUNT_NAME"):
         az.open_az("az://container/folder")
 
 
 def test_azure_a_connection_string_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    az = pytest.importorskip("spill_store_cloud.az")
+    pytest.importorskip("adlfs")
+    az = import_module("spill_store_cloud.az")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=hunter2;nothing")
     with pytest.raises(StoreError, match="cannot open az://container/folder") as found:
         az.open_az("az://container/folder")
@@ -214,6 +288,10 @@ def test_azure_a_connection_string_that_is_none(monkeypatch: pytest.MonkeyPatch)
         (azure_error(403, "AuthorizationPermissionMismatch", "Not authorized."), ("no right", "Blob Data Contributor")),
         (azure_error(403, "AuthenticationFailed", "Signature not valid in the specified time frame"), ("expired",)),
         (azure_error(403, "AuthenticationFailed", "The Date header in the request is incorrect."), ("set the clock",)),
+        (azure_error(403, "AuthenticationFailed", "Request date header too old: 'Tue, 3 Jan'"), ("set the clock",)),
+        (azure_error(409, "BlobImmutableDueToPolicy", "No."), ("the store refuses it", "another --state")),
+        (azure_error(409, "PublicAccessNotPermitted", "No."), ("the store refuses it", "account's settings")),
+        (azure_error(403, "AuthorizationSourceIPMismatch", "No."), ("the store refuses it", "account's settings")),
         (azure_error(400, "InvalidHeaderValue", "see http://h/p?sig=hunter2"), ("InvalidHeaderValue",)),
         (azure_error(404, "ContainerNotFound", "Gone."), ("there is no container", "create it")),
         (azure_error(409, "ContainerBeingDeleted", "Going."), ("there is no container", "create it")),

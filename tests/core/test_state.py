@@ -172,7 +172,10 @@ def test_an_unanswered_commit_that_was_not_applied_is_sent_again_with_the_same_b
     assert head(state).number == 2
 
 
-def test_a_store_that_never_answers_stops_the_run_and_nothing_is_deleted(state: Path) -> None:
+def test_a_store_that_never_answers_stops_the_run_and_nothing_is_deleted(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
     store = Faulty(str(state))
     alpha = Worker(store, "alpha")
     alpha.step(1)
@@ -180,11 +183,17 @@ def test_a_store_that_never_answers_stops_the_run_and_nothing_is_deleted(state: 
 
     def refuse(verb: str, name: str) -> None:
         if verb == "create":
+            asked.append(name)
             raise Unanswered("no answer")
 
     store.before = refuse
     with pytest.raises(StoreError, match="did not answer"):
         alpha.step(2)
+    assert len(asked) == 5
+    monkeypatch.setattr("spill.environment.seconds", lambda: 300.0 * len(asked))
+    with pytest.raises(StoreError, match="did not answer"):
+        alpha.step(2)
+    assert len(asked) == 6, "a store that has tried for five minutes by itself is not asked to do so again"
     assert not [call for call in store.calls if call[0] == "delete"]
     assert before.items() <= files(state).items()
     assert head(state).number == 2

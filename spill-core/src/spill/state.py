@@ -15,6 +15,7 @@ from typing import Any
 
 from attrs import frozen
 
+from spill import environment
 from spill.errors import StateError
 from spill.records import (
     FORMAT,
@@ -35,6 +36,7 @@ OBJECTS_LIMIT = 64
 OBJECT_SIZE_LIMIT = 64 * 1024**3
 KEPT_STATES = 2
 CREATE_TRIES = 5
+SETTLE_SECONDS = 300.0  # a store without an answer has been asked for as long by itself
 
 _LOG_NAMES = re.compile(r"^log/(0|[1-9][0-9]{0,11})\.json$", re.MULTILINE)
 _DATA_NAME = re.compile(r"data/([1-9][0-9]{0,11})-[0-9a-f]{16}/[a-z0-9][a-z0-9._-]{0,120}")
@@ -199,6 +201,7 @@ def settle(store: Store, name: str, data: bytes) -> bool:
     Raises:
         Unanswered: the store did not say, however often it was asked.
     """
+    begun = environment.seconds()
     for _ in range(CREATE_TRIES):
         try:
             store.create(name, data)
@@ -206,11 +209,13 @@ def settle(store: Store, name: str, data: bytes) -> bool:
             try:
                 return store.read(name, COMMIT_LIMIT) == data
             except Absent:
+                if environment.seconds() - begun >= SETTLE_SECONDS:
+                    break
                 continue
             except Unreadable:
                 return False
         return True
-    raise Unanswered(f"{store.uri}: the store did not answer {CREATE_TRIES} tries to create {name}; run again")
+    raise Unanswered(f"{store.uri}: the store did not answer whether it has created {name}, and has not; run again")
 
 
 def read_entry(store: Store, number: int) -> Entry:

@@ -9,11 +9,16 @@ from spill.environment import nonce
 from spill.errors import InputError, StoreError
 from spill.stores import Entry
 from spill_store_cloud.place import clean, library, parse
-from spill_store_cloud.store import PART_SIZE, CloudStore, Fault, Kind, Piece, Upload
+from spill_store_cloud.store import PART_SIZE, CloudStore, Fault, Kind, Piece, Upload, in_time
 
 _HOW = "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or a login"
 # One try each: `CloudStore` repeats them, and has to know which of them went without an answer.
 _ONCE = {"retry_total": 0, "connection_timeout": 10, "read_timeout": 60}
+# Answers of 409 and 403 that neither asking again nor other credentials change.
+_NEVER = {
+    "PublicAccessNotPermitted", "BlobImmutableDueToPolicy", "SnapshotsPresent", "BlobArchived", "AccountIsDisabled",
+    "AuthorizationSourceIPMismatch",
+}  # fmt: skip
 _EXPIRED = ("expired", "not in valid time", "Signature not valid in the specified time frame")
 
 
@@ -52,14 +57,14 @@ class AzureContainer:
         self._container = container
 
     def put(self, key: str, data: bytes, exclusive: bool) -> None:
-        self.run(self.blob(key).upload_blob, data, overwrite=not exclusive, validate_content=True)
+        self.run(self.blob(key).upload_blob, data, size=len(data), overwrite=not exclusive, validate_content=True)
 
     def begin(self, key: str, views: Sequence[memoryview]) -> Upload:
         return _Blocks(self, key)
 
     def get(self, key: str, start: int, count: int, version: str) -> Piece:
         try:
-            return self.run(self._get, key, start, count, version)
+            return self.run(self._get, key, start, count, version, size=count)
         except Exception as error:
             if start == 0 and _code(error) == "InvalidRange":
                 return Piece(data=b"", size=0, version="")  # nothing lies there to take a range of
@@ -130,6 +135,8 @@ class AzureContainer:
             return Fault(kind=Kind.MOVED if reading else Kind.TAKEN, reason=named)
         # What came was not what was sent; the second is how Azurite words it.
         damaged = code == "Md5Mismatch" or "contentMD5" in says
+        if code in _NEVER:
+            return _refused(f"the store refuses it ({named}): change the account's settings, or give another --state")
         if status in (408, 409, 429, 503) or damaged:
             return Fault(kind=Kind.BUSY, reason=f"the store is busy ({named})")
         if status >= 500:
@@ -139,7 +146,7 @@ class AzureContainer:
         return _refused(named)
 
     def _judge_rights(self, code: str, named: str, text: str) -> Fault:
-        if "Date header" in text or "RequestTimeTooSkewed" in text:
+        if "date header" in text.lower() or "RequestTimeTooSkewed" in text:
             return _refused(f"this machine's clock is off the store's ({named}): set the clock")
         if any(sign in text for sign in _EXPIRED):
             return _refused(f"the credentials have expired ({named}): get new ones")
@@ -160,11 +167,9 @@ class AzureContainer:
     def blob(self, key: str) -> Any:
         return self._files.service_client.get_blob_client(self._container, key)
 
-    def run(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call in the file system's own loop, once."""
-        from fsspec.asyn import sync
-
-        return sync(self._files.loop, function, *arguments, **keywords, **_ONCE)
+    def run(self, request: Any, *arguments: Any, size: int = 0, **keywords: Any) -> Any:
+        """Make a request once; `size` is how many bytes it moves."""
+        return in_time(self._files, request, *arguments, size=size, **keywords, **_ONCE)
 
 
 class _Blocks:
@@ -178,7 +183,9 @@ class _Blocks:
 
     def send(self, number: int, start: int, data: bytes) -> None:
         block = f"{self._mark}-{number:06d}"
-        self._container.run(self._blob.stage_block, block, data, length=len(data), validate_content=True)
+        self._container.run(
+            self._blob.stage_block, block, data, size=len(data), length=len(data), validate_content=True
+        )
         self._sent.add(block)
 
     def finish(self) -> int:

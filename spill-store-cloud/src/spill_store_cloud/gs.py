@@ -12,12 +12,10 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from fsspec.asyn import sync
-
 from spill.errors import StoreError
 from spill.stores import Entry
 from spill_store_cloud.place import clean, library, parse
-from spill_store_cloud.store import CloudStore, Fault, Kind, Piece, Upload
+from spill_store_cloud.store import CloudStore, Fault, Kind, Piece, Upload, in_time
 
 _RIGHTS = "the role Storage Object User (roles/storage.objectUser)"
 _HOW = "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login"
@@ -43,7 +41,7 @@ def open_gs(uri: str) -> CloudStore:
         token="anon" if os.environ.get("STORAGE_EMULATOR_HOST") else None,
         skip_instance_cache=True,
         use_listings_cache=False,
-        session_kwargs={"timeout": library("aiohttp", "gs").ClientTimeout(total=None, sock_connect=10, sock_read=60)},
+        requests_timeout=library("aiohttp", "gs").ClientTimeout(total=None, sock_connect=10, sock_read=60),
     )
     return CloudStore(place, GoogleBucket(files, place.bucket))
 
@@ -73,9 +71,12 @@ class GoogleBucket:
 
     def put(self, key: str, data: bytes, exclusive: bool) -> None:
         try:
-            self._files.pipe_file(
+            in_time(
+                self._files,
+                self._files._pipe_file,
                 f"{self._bucket}/{key}",
                 data,
+                size=len(data),
                 mode="create" if exclusive else "overwrite",
                 consistency="md5",
                 # Else the store itself keeps copies of what is publicly readable for an hour.
@@ -91,7 +92,7 @@ class GoogleBucket:
         size = sum(v.nbytes for v in views)
         tag = base64.b64encode(digest.digest()).decode()
         try:
-            headers, _ = self._files.call(
+            headers, _ = self._call(
                 "POST",
                 f"{self._files._location}/upload/storage/v1/b/{quote(self._bucket)}/o",
                 uploadType="resumable",
@@ -107,9 +108,10 @@ class GoogleBucket:
         # The version is a precondition, so that parts of two objects are never put together.
         further = {"ifGenerationMatch": version} if version else {}
         try:
-            headers, data = self._files.call(
+            headers, data = self._call(
                 "GET",
                 f"b/{quote(self._bucket)}/o/{quote(key, safe='')}",
+                size=count,
                 alt="media",
                 headers={"Range": f"bytes={start}-{start + count - 1}"},
                 **further,
@@ -128,7 +130,7 @@ class GoogleBucket:
     def page(self, prefix: str, after: str) -> tuple[list[Entry], str]:
         further = {"pageToken": after} if after else {}
         try:
-            _, text = self._files.call(
+            _, text = self._call(
                 "GET",
                 f"b/{quote(self._bucket)}/o",
                 prefix=prefix,
@@ -150,18 +152,23 @@ class GoogleBucket:
 
     def remove(self, key: str) -> None:
         try:
-            self._files.call("DELETE", f"b/{quote(self._bucket)}/o/{quote(key, safe='')}")
+            self._call("DELETE", f"b/{quote(self._bucket)}/o/{quote(key, safe='')}")
         except FileNotFoundError:
             self.page(key, "")
             raise
 
+    def _call(self, method: str, path: str, size: int = 0, **request: Any) -> Any:
+        return in_time(self._files, self._files._call, method, path, size=size, **request)
+
     def judge(self, error: Exception) -> Fault:
         if isinstance(error, NoBucket):
             return _refused(
-                f"there is no bucket {self._bucket!r} at {self._files._location}: create it, or correct --state"
+                f"there is no bucket {self._bucket!r} at {clean(self._files._location)}: create it, or correct --state"
             )
         if isinstance(error, UploadLost):
-            return _refused(str(error))
+            return Fault(kind=Kind.LOST, reason=str(error))
+        if isinstance(error, UploadStuck):
+            return Fault(kind=Kind.SILENT, reason=str(error))
         if isinstance(error, FileNotFoundError):
             return Fault(kind=Kind.ABSENT, reason="no such object")
         if isinstance(error, FileExistsError):
@@ -177,6 +184,11 @@ class GoogleBucket:
         if status >= 500:
             return Fault(kind=Kind.SILENT, reason=f"the store failed ({says or status})")
         if status == 401:
+            cause = _auth_error(error)
+            if cause is not None and cause.retryable:
+                return Fault(kind=Kind.BUSY, reason=f"no token for now ({clean(str(cause))})")
+            if cause is not None:
+                says = clean(f"{says}: {cause}")
             if "reasonable timeframe" in str(error.__cause__):
                 return _refused("the key was refused for its time: this machine's clock is off, set it")
             return _refused(f"the credentials are wrong or have expired ({says}): {_HOW}")
@@ -191,6 +203,8 @@ class GoogleBucket:
 
         says = clean(str(error))
         if isinstance(error, OSError) and str(error).startswith("Forbidden"):
+            if "RateLimitExceeded" in str(error) or "rateLimitExceeded" in str(error):
+                return Fault(kind=Kind.BUSY, reason=f"the store is busy ({says})")
             return _refused(f"no right to do that ({says}): the account needs {_RIGHTS} on {self._bucket!r}; {_HOW}")
         if isinstance(error, auth.TransportError | ChecksumError):
             return Fault(kind=Kind.SILENT, reason=says)
@@ -207,7 +221,11 @@ class GoogleBucket:
 
 
 class UploadLost(Exception):
-    """A large upload cannot be continued."""
+    """A large upload has to begin again."""
+
+
+class UploadStuck(Exception):
+    """The store has kept nothing of what was sent last."""
 
 
 class _Resumable:
@@ -225,42 +243,60 @@ class _Resumable:
         end = start + len(data)
         received = self._put("*", b"") if self._doubt else start
         if received < start:
-            raise UploadLost(f"the store has {received} bytes of an upload of which it had {start}; run again")
+            raise UploadLost(f"the store has {received} bytes of an upload of which it had {start}")
         self._doubt = True
         while received < end and self._made is None:
             # It may keep less than was sent, and says so.
-            received = self._put(f"{received}-{end - 1}", data[received - start :])
+            before, received = received, self._put(f"{received}-{end - 1}", data[received - start :])
+            if received < before:
+                raise UploadLost(f"the store has {received} bytes of an upload of which it had {before}")
+            if received == before:
+                raise UploadStuck(f"the store keeps nothing of what comes after byte {received}")
         self._doubt = False
 
     def finish(self) -> int:
         if self._made is None:
-            raise UploadLost("the store lacks parts that it said it had; run again")
+            raise UploadLost("the store lacks parts that it said it had")
         if self._made.get("md5Hash", self._tag) != self._tag:
-            raise UploadLost("the store has other bytes than were sent; run again")
+            raise UploadLost("the store has other bytes than were sent")
         return int(self._made["size"])
 
     def abandon(self) -> None:
         if self._made is None:
-            self._files.call("DELETE", self._location)
+            in_time(self._files, self._files._call, "DELETE", self._location)
 
     def _put(self, span: str, data: bytes) -> int:
         """How many bytes the store has now: all of them as soon as it has made the object."""
         try:
-            status, headers, _, text = sync(
-                self._files.loop,
+            status, headers, _, text = in_time(
+                self._files,
                 self._files._request,
                 "PUT",
                 self._location,
+                size=len(data),
                 headers={"Content-Range": f"bytes {span}/{self._size}"},
                 data=io.BytesIO(data),
             )
-        except FileNotFoundError:
-            raise UploadLost("the store has forgotten the unfinished upload; run again") from None
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) or str(getattr(error, "code", "")) == "410":
+                raise UploadLost("the store has forgotten the unfinished upload") from None
+            if isinstance(error, ValueError) and "md5" in str(error).lower():
+                raise UploadLost(f"other bytes came than were sent ({clean(str(error))})") from None
+            raise
         if status < 300:
             self._made = json.loads(text)
             return self._size
         last = headers.get("Range", "").rpartition("-")[2]
         return int(last) + 1 if last.isdigit() else 0
+
+
+def _auth_error(error: BaseException | None) -> Any:
+    """The error of google-auth that another came from; None where there is none."""
+    from google.auth.exceptions import GoogleAuthError
+
+    while error is not None and not isinstance(error, GoogleAuthError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _refused(reason: str) -> Fault:

@@ -12,6 +12,7 @@ FOLDER_LIMIT = 512
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _ODD = re.compile(r"[^A-Za-z0-9._=/-]")
 _SECRETS = re.compile(r"(?i)(AccountKey|SharedAccessSignature|sig|signature|token|secret|password)=[^\s;&,'\"]+")
+_USER = re.compile(r"(https?://)[^\s/@'\"]+@")
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 
 
@@ -89,6 +90,7 @@ def library(name: str, scheme: str) -> ModuleType:
 
 
 def clean(text: str) -> str:
-    """One line of a foreign text, at most 300 characters, without control characters, URL queries and secrets."""
+    """One line of a foreign text, at most 300 characters, without control characters, URLs' users and queries, and
+    secrets."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return _SECRETS.sub(r"\1=...", _QUERY.sub(r"\1?...", line))[:300]
+    return _SECRETS.sub(r"\1=...", _QUERY.sub(r"\1?...", _USER.sub(r"\1", line)))[:300]

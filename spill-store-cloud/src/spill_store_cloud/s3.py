@@ -12,7 +12,7 @@ from typing import Any
 from spill.environment import nonce, utc_now
 from spill.stores import Entry
 from spill_store_cloud.place import clean, library, parse
-from spill_store_cloud.store import PART_SIZE, CloudStore, Fault, Kind, Piece, Upload
+from spill_store_cloud.store import PART_SIZE, CloudStore, Fault, Kind, Piece, Upload, in_time
 
 # The store says that it did nothing, or that what came was not what was sent.
 _BUSY = {
@@ -79,7 +79,7 @@ class S3Bucket:
         condition = {"IfMatch": version} if version else {}
         span = f"bytes={start}-{start + count - 1}"
         try:
-            answer, data = _sync(self._files, self._fetch, Key=key, Range=span, **condition)
+            answer, data = in_time(self._files, self._fetch, size=count, Key=key, Range=span, **condition)
         except Exception as error:
             if start == 0 and _code(error) in ("InvalidRange", "416"):
                 return Piece(data=b"", size=0, version="")  # nothing lies there to take a range of
@@ -100,7 +100,7 @@ class S3Bucket:
             Entry(name=o["Key"], size=o["Size"], modified=o["LastModified"].timestamp())
             for o in answer.get("Contents", ())
         ]
-        return entries, answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else ""
+        return entries, answer["NextContinuationToken"] if answer.get("IsTruncated") else ""
 
     def remove(self, key: str) -> None:
         self._call("delete_object", Key=key)
@@ -143,14 +143,15 @@ class S3Bucket:
         if code in ("PreconditionFailed", "412"):
             reading = getattr(_cause(error), "operation_name", "") == "GetObject"
             return Fault(kind=Kind.MOVED if reading else Kind.TAKEN, reason=named)
-        if code in _BUSY or status in (429, 503):
+        if code in _BUSY or status in (408, 409, 429, 503):
             return Fault(kind=Kind.BUSY, reason=f"the store is busy ({named})")
         if code == "NoSuchBucket":
             return _refused(f"there is no bucket {self._bucket!r} at {self._where()}: create it, or correct --state")
+        if code == "NoSuchUpload":
+            return Fault(kind=Kind.LOST, reason=f"the store has forgotten the unfinished upload ({named})")
         if code == "RequestTimeTooSkewed" or (code in ("403", "AccessDenied") and _skew(error) > _SKEW_SECONDS):
-            return _refused(
-                f"this machine's clock is {_skew(error) / 60:.0f} minutes off the store's ({code}): set the clock"
-            )
+            off = f"{_skew(error) / 60:.0f} minutes " if _skew(error) > _SKEW_SECONDS else ""
+            return _refused(f"this machine's clock is {off}off the store's ({code}): set the clock")
         if code in _EXPIRED:
             return _refused(f"the credentials have expired or are no longer valid ({named}): get new ones")
         if code in _KEYS:
@@ -177,7 +178,14 @@ class S3Bucket:
         return clean(str(self._files.s3.meta.endpoint_url))
 
     def _call(self, method: str, **request: Any) -> Any:
-        return self._files.call_s3(method, Bucket=self._bucket, **request)
+        return in_time(
+            self._files,
+            self._files._call_s3,
+            method,
+            size=len(request.get("Body", b"")),
+            Bucket=self._bucket,
+            **request,
+        )
 
 
 class _S3Upload:
@@ -223,12 +231,6 @@ class _S3Upload:
 def checksum(data: bytes) -> str:
     """The MD5 of the bytes in base64, as `Content-MD5` carries it: against errors on the way, not against malice."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
-
-
-def _sync(files: Any, function: Any, **request: Any) -> Any:
-    from fsspec.asyn import sync
-
-    return sync(files.loop, function, **request)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from enum import Enum, auto
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from spill.environment import nonce, seconds, sleep
 from spill.errors import StoreError
@@ -25,7 +26,11 @@ PATIENCE_SECONDS = 300.0
 QUIET_SECONDS = 3.0
 SAY_EVERY_SECONDS = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+# One request, from its first byte to the answer's last: what no answer needs, and what its bytes need on a slow line.
+REQUEST_SECONDS, SLOWEST_BYTES_PER_SECOND = 60.0, 100_000
+LAST_TRY_SECONDS = 10.0
 READ_RESTARTS = 5
+UPLOAD_TRIES = 3
 
 Verb = Literal["create", "write", "read", "list", "delete"]
 _CHANGING: tuple[Verb, ...] = ("create", "write", "delete")
@@ -38,6 +43,7 @@ class Kind(Enum):
     ABSENT = auto()  # there is no such object
     TAKEN = auto()  # the name of an exclusive create is not free
     MOVED = auto()  # the object was replaced while it was read
+    LOST = auto()  # the parts of an unfinished upload are gone: send them all again
     BUSY = auto()  # the store says that it did nothing: ask again
     SILENT = auto()  # no answer, or none that says what was done: ask again
     REFUSED = auto()  # asking again does not help
@@ -107,12 +113,37 @@ class _Short(Exception):
     """A reply that ended before its time."""
 
 
+class _Moved(Exception):
+    """The object was replaced while it was read."""
+
+
+class _Lost(Exception):
+    """An upload has to begin again; says why."""
+
+
+_left: ContextVar[float] = ContextVar("seconds until patience ends", default=PATIENCE_SECONDS)
+
+
+def in_time(files: Any, request: Callable[..., Any], *arguments: Any, size: int = 0, **keywords: Any) -> Any:
+    """Run a coroutine of the fsspec file system `files` in its own loop, for as long as a request that moves `size`
+    bytes may take. The libraries' own limits miss a store that accepts a connection and falls silent within it.
+
+    Raises:
+        TimeoutError: it took longer, and was cancelled.
+    """
+    from fsspec.asyn import sync
+
+    seconds = min(REQUEST_SECONDS + size / SLOWEST_BYTES_PER_SECOND, max(_left.get(), LAST_TRY_SECONDS))
+    return sync(files.loop, request, *arguments, timeout=seconds, **keywords)
+
+
 class CloudStore:
     """A folder of a bucket as a store; safe to use from several threads. See `spill.stores.Store`."""
 
     def __init__(self, place: Place, bucket: Bucket) -> None:
         self.uri = place.uri
         self.patience_seconds = PATIENCE_SECONDS
+        self._thread = threading.local()
         self._folder = place.folder
         self._bucket = bucket
 
@@ -151,11 +182,10 @@ class CloudStore:
         entries: list[Entry] = []
         after = ""
         while True:
-            ask = after
-            try:
-                found, after = self._ask("list", prefix, lambda start=ask: self._bucket.page(top + prefix, start))
-            except Absent:
-                raise self._vanished(prefix) from None
+            asked = after
+            found, after = self._ask("list", prefix, lambda start=asked: self._bucket.page(top + prefix, start))
+            if after and after == asked:
+                raise StoreError(f"cannot list {self.uri}/{prefix}: the store answers the same page again and again")
             for entry in found:
                 # Consoles and file-system views of a bucket mark folders by objects whose names end in a slash.
                 if not entry.name.endswith("/"):
@@ -203,6 +233,19 @@ class CloudStore:
         return whole.getvalue()
 
     def _upload(self, name: str, key: str, views: Sequence[memoryview]) -> None:
+        for tries in reversed(range(UPLOAD_TRIES)):
+            try:
+                self._upload_once(name, key, views)
+            except _Lost as lost:
+                if not tries:
+                    raise StoreError(
+                        f"cannot write {self.uri}/{name}: {lost}, {UPLOAD_TRIES} times; run again, the last commit "
+                        "stands"
+                    ) from None
+            else:
+                return
+
+    def _upload_once(self, name: str, key: str, views: Sequence[memoryview]) -> None:
         size = sum(v.nbytes for v in views)
         upload = self._ask("write", name, lambda: self._bucket.begin(key, views))
         patience = self._patience()
@@ -226,13 +269,17 @@ class CloudStore:
             raise StoreError(f"{self.uri}/{name} has {found} bytes at the store, {size} were sent; run again")
 
     def _patience(self) -> "_Patience":
-        return _Patience(uri=self.uri, limit=self.patience_seconds)
+        """One for each thread: what it asks after five minutes of silence does not get five more."""
+        patience: _Patience | None = getattr(self._thread, "patience", None)
+        if patience is None or patience.limit != self.patience_seconds:
+            patience = self._thread.patience = _Patience(uri=self.uri, limit=self.patience_seconds)
+        return patience
 
     def _ask(self, verb: Verb, name: str, call: Callable[[], T], patience: "_Patience | None" = None) -> T:
         """Ask until there is an answer, or patience ends.
 
         Raises:
-            Absent, Exists, _Moved: as judged.
+            Absent, Exists, _Moved, _Lost: as judged.
             Unanswered: it changes something, and it is not known whether that was done.
             StoreError: refused, or no success for too long.
         """
@@ -240,6 +287,8 @@ class CloudStore:
         unsure = False
         attempt = 0
         while True:
+            begun = seconds()
+            _left.set(patience.left(begun))
             try:
                 answer = call()
             except _Moved:
@@ -250,15 +299,17 @@ class CloudStore:
                     raise Absent(name) from None
                 if fault.kind is Kind.TAKEN and verb == "create":
                     raise Exists(name) from None
-                if fault.kind is Kind.MOVED and verb == "read":
+                if fault.kind in (Kind.MOVED, Kind.TAKEN) and verb == "read":  # Google has one answer for both
                     raise _Moved from None
+                if fault.kind is Kind.LOST and verb == "write":
+                    raise _Lost(fault.reason) from None
                 what = f"cannot {verb} {self.uri}/{name}: {fault.reason}"
                 if fault.kind is Kind.ABSENT:
                     raise StoreError(f"{what}; is the bucket still there?") from error
                 if fault.kind not in (Kind.BUSY, Kind.SILENT):
                     raise StoreError(what) from error
                 unsure |= fault.kind is Kind.SILENT
-                if not patience.pause(fault.reason, attempt):
+                if not patience.pause(begun, fault.reason, attempt):
                     end = f"{what}; nothing succeeded in {patience.limit:.0f} s of trying: run again, the last "
                     end += "commit stands"
                     raise (Unanswered if unsure and verb in _CHANGING else StoreError)(end) from error
@@ -273,21 +324,22 @@ class CloudStore:
         return self._bucket.judge(error)
 
 
-class _Moved(Exception):
-    """The object was replaced while it was read."""
-
-
 @define
 class _Patience:
-    """How long one operation has gone without a success, and what was said of it. Shared by an object's parts."""
+    """How long a thread has asked without a success, and what was said of it. An object's parts share one."""
 
     uri: str
     limit: float
-    _since: float = field(factory=lambda: seconds())
+    _since: float | None = None  # when the first request began that failed after the last success
     _said: bool = False
 
-    def pause(self, reason: str, attempt: int) -> bool:
-        """Wait before asking again; False when that has gone on for too long."""
+    def left(self, now: float) -> float:
+        return self.limit - (now - self._since if self._since is not None else 0.0)
+
+    def pause(self, begun: float, reason: str, attempt: int) -> bool:
+        """Wait before asking again; False when that has gone on for too long. `begun` is when the last request was."""
+        if self._since is None:
+            self._since = begun
         gone = seconds() - self._since
         if gone >= self.limit:
             return False
@@ -299,9 +351,9 @@ class _Patience:
         return True
 
     def succeeded(self) -> None:
-        if self._said:
+        if self._said and self._since is not None:
             say(f"{self.uri}: answers again after {seconds() - self._since:.0f} s", always=True)
-        self._since, self._said = seconds(), False
+        self._since, self._said = None, False
 
 
 _saying = threading.Lock()

@@ -32,7 +32,7 @@ from spill.testing.models import tiny_model
 from tests.building import Site, contents, each_unit_once, everything, head, put, put_between, taken
 from tests.cloud.buckets import bucket_of
 from tests.cloud.relay import DROP, LOSE, Answer, Relay, Request, Rule
-from tests.cloud.servers import BUCKET, Server
+from tests.cloud.servers import AZURE_KEY, BUCKET, SECRET, Server
 from tests.cloud.test_refusals import azure_error, google_error, s3_error
 from tests.conftest import Outcome, Spill, write_folder
 from tests.killing import Child, Nursery, Trap, nursery
@@ -395,7 +395,61 @@ def test_a_failing_disk_needs_only_to_be_tried_again(
     each_unit_once(LocalStore(str(state)))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_state_goes_up_to_a_bucket_says_saved_only_once_the_store_has_it(
+    spill: Spill,
+    children: Nursery,
+    server: Server,
+    reach: Reach,
+    six_rows: Path,
+    tmp_path: Path,
+    whole: Callable[[Path], object],
+    number: signal.Signals,
+) -> None:
+    expected = whole(six_rows)
+    place = site_at(server, reach)
+    uri, store, log = place.uri("signalled"), place.open("signalled"), tmp_path / "requests"
+    trap = Trap(delay=0.1, requests=log)
+    child = children.start("build", six_rows, "--state", uri, *OFTEN, trap=trap, **place.environment)
+    child.wait_for(lambda: log.exists() and re.search("write data/.*tune-state", log.read_text()))
+    child.signal(number)
+    assert child.end() == (75 if number == signal.SIGTERM else 130)
+    saving, stopped = child.err.splitlines()
+    assert saving == f"spill: stopping by {number.name}: saving tune step 1 of 6, 0.0 MB; a kill now loses step 1"
+    left = head(store)
+    assert stopped == f"spill: stopped by {number.name} at tune step 1 of 6; saved: commit {left.number}"
+    assert position(left, "tune") == 1
+    fine(spill("resume", six_rows, "--state", uri))
+    assert everything(store) == expected
+
+
 # ---- rights and buckets that go
+
+
+@pytest.mark.parametrize("name", ["seaweed", "azurite"])
+def test_a_wrong_key_is_one_line_and_never_a_state_that_is_not_there(
+    spill: Spill,
+    request: pytest.FixtureRequest,
+    reach: Reach,
+    six_rows: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    server: Server = request.getfixturevalue(name)
+    store: Store = reach(server)(folder="tests/wrong-key")
+    fine(spill("build", six_rows, "--state", store.uri, "--stop-after", "tune:3"))
+    before = contents(store)
+    with monkeypatch.context() as patch:
+        for variable, value in server.environment(server.url).items():
+            wrong = value.replace(SECRET, "hunter2").replace(AZURE_KEY, "aHVudGVyMg==")
+            patch.setenv(variable, wrong)
+        for command in (("build", six_rows, "--state"), ("resume", six_rows, "--state"), ("resume",), ("table",)):
+            done = spill(*command, store.uri)
+            assert done.code == 1
+            one_line(done.err, "the credentials are wrong")
+            assert not any(secret in done.err for secret in (SECRET, AZURE_KEY, "hunter2", "aHVudGVyMg"))
+    assert contents(store) == before
+    fine(spill("resume", six_rows, "--state", store.uri))
 
 
 NO_RIGHT = {
@@ -564,6 +618,26 @@ def test_a_state_is_copied_from_store_to_store_and_goes_on_after_the_last(
     one_line(continued.err, "it was continued by itself; copy the other way, or to another place")
     fine(spill("state", "copy", way[-1].uri, way[0].uri))
     assert everything(way[0]) == expected
+
+
+def test_a_state_goes_to_a_bucket_and_back_with_an_ordinary_client_and_resumes_on_each(
+    spill: Spill, server: Server, reach: Reach, six_rows: Path, tmp_path: Path, whole: Callable[[Path], object]
+) -> None:
+    expected = whole(six_rows)
+    here, store = tmp_path / "here", reach(server)(folder=f"tests/{tmp_path.name}")
+    fine(spill("build", six_rows, "--state", here, "--stop-after", "tune:2"))
+    client = pytest.importorskip("fsspec").filesystem(
+        server.scheme, **({"token": "anon"} if server.scheme == "gs" else {})
+    )
+    there = store.uri.partition("://")[2]
+    client.put(f"{here}/", there, recursive=True)
+    assert contents(store) == contents(LocalStore(str(here)))
+    assert "at tune 2/6" in fine(spill("resume", six_rows, "--state", store.uri, "--stop-after", "tune:4"))
+    client.invalidate_cache()
+    client.get(there, str(tmp_path / "back"), recursive=True)
+    assert "at tune 4/6" in fine(spill("resume", six_rows, "--state", tmp_path / "back"))
+    assert everything(LocalStore(str(tmp_path / "back"))) == expected
+    each_unit_once(LocalStore(str(tmp_path / "back")))
 
 
 # ---- what a commit costs

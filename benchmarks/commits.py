@@ -21,7 +21,7 @@ from typing import Any
 
 from attrs import evolve
 
-from spill import runner, stores
+from spill import holding, runner, stores
 from spill.cli import run
 from spill.records import Parent
 from spill.signals import StopRequest
@@ -111,7 +111,7 @@ def measure_share(top: Path, student: Path, seconds: float) -> None:
     folder = write_folder(top / "share", student, rows=100, epochs=-(-steps // 100))
     spent: list[float] = []
     tuned: list[float] = []
-    commit, stage = runner.Build.commit_stage, runner.Build._run_stage
+    commit, stage = holding.Hold.commit, runner.Build._run_stage
     store = FaultyStore(MemoryStore(), lambda call: delay(LATENCY))
 
     def timed(work: Callable[..., None], into: list[float]) -> Callable[..., None]:
@@ -124,7 +124,7 @@ def measure_share(top: Path, student: Path, seconds: float) -> None:
 
     with (
         replaced(stores, "load_target", lambda spec: lambda uri: store),
-        replaced(runner.Build, "commit_stage", timed(commit, spent)),
+        replaced(holding.Hold, "commit", timed(commit, spent)),
         replaced(runner.Build, "_run_stage", timed(stage, tuned)),
     ):
         spill("build", folder, "--state", top / "anywhere")

@@ -162,14 +162,31 @@ def test_a_run_that_was_slower_to_claim_is_told_all_there_is_to_know(
     ]
 
 
-def test_a_run_that_was_slower_than_one_that_has_ended_is_told_to_run_again(
-    spill: Spill, folder: Path, other: Callable[..., None], while_preparing: Between
+def test_a_run_that_was_slower_than_one_that_has_ended_goes_on_after_it(
+    spill: Spill,
+    folder: Path,
+    state: Path,
+    other: Callable[..., None],
+    while_preparing: Between,
+    whole: Callable[[], object],
 ) -> None:
+    expected = whole()
     while_preparing(lambda: other("--stop-after", "tune:5"))
     done = spill("resume", folder)
+    assert done.code == 0, done.err
+    assert everything(state) == expected
+    assert [row.work["tune"] for row in head(state).runs] == [(0, 4), (4, 5), (5, 8)]
+
+
+def test_a_build_that_somebody_else_began_meanwhile_is_not_begun_again(
+    spill: Spill, folder: Path, other: Callable[..., None], while_preparing: Between, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    while_preparing(lambda: spill("build", folder, "--state", place, "--stop-after", "eval:base"))
+    done = spill("build", folder, "--state", place)
     assert done.code == 76
-    assert "beta (numpy) was quicker, and has ended at commit " in done.error
-    assert "run the same command again" in done.error
+    assert "others were quicker" in done.error
+    assert spill("build", folder, "--state", place).code == 0
 
 
 def test_a_claim_that_loses_to_the_last_commit_prints_the_finished_table(

@@ -135,22 +135,24 @@ def watch(
             store.delete(mine)
 
 
-def refuse_slower(store: Store, head: Head, command: str) -> HeldError:
-    """Why a run that lost its claim to the run of `head` does not go on."""
+def refuse_slower(store: Store, head: Head, command: str) -> None:
+    """For a run that lost its claim to the run of `head`, which is at work, as its claim shows. Returns where that run
+    has ended since.
+
+    Raises:
+        HeldError: it is alive.
+    """
     who, name = _holder(head.commit)
-    stamps = {}
     data = _read(store, name) if name else b""
-    if data:
-        mine = f"alive/{head.highest + 1}-{environment.nonce()}"
-        store.write(mine, [to_json({"beat": 0, "at": "claiming"})])
-        stamps = {e.name: e.modified for e in store.list("alive/")}
-        store.delete(mine)
-    if name not in stamps:
-        return HeldError(
-            f"{store.uri}: {who or 'another run'} was quicker, and has ended at {_committed(head.commit)}; run "
-            "the same command again to go on from there"
-        )
-    return HeldError(_refusal(store, who, data, stamps.get(mine, stamps[name]) - stamps[name], head.commit, command))
+    if not data:
+        return
+    mine = f"alive/{head.highest + 1}-{environment.nonce()}"
+    store.write(mine, [to_json({"beat": 0, "at": "claiming"})])
+    stamps = {e.name: e.modified for e in store.list("alive/")}
+    store.delete(mine)
+    if name in stamps:
+        age = stamps.get(mine, stamps[name]) - stamps[name]
+        raise HeldError(_refusal(store, who, data, age, head.commit, command))
 
 
 def _refusal(store: Store, who: str, data: bytes, age: float, commit: Commit, command: str) -> str:

@@ -1,27 +1,23 @@
 """A build from start to end: what is asked meets what the state holds, the run claims, stages advance and commit."""
 
 import contextlib
-import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from attrs import evolve
 
 from spill import environment, models, rates
-from spill.alive import Alive, refuse_slower, watch
-from spill.claim import Claim, stranger
 from spill.engine import AdapterSpec, Engine, Numerics
-from spill.errors import HeldError, PluginError, SpillError, StateError, Stopped, StoreError
-from spill.folder import Folder, Settings, settings_flags
+from spill.errors import PluginError, SpillError, StateError, Stopped
+from spill.folder import Settings, settings_flags
 from spill.handover import check_drift, fits, probe_rows, rounded_losses
+from spill.holding import Hold
 from spill.opening import (
     Opened,
-    Place,
     Request,
     changeable,
     model_line,
-    open_build,
     parse_stop_after,
     pinned,
     refuse_local,
@@ -29,29 +25,14 @@ from spill.opening import (
 )
 from spill.plan import Student, differences, make_plan, prepare, refuse_differences
 from spill.plugins import EngineSpec, Registry, detect, load_target
-from spill.records import Commit, Probe, Run, StageRecord, printable, to_json
+from spill.records import Commit, Probe, printable
 from spill.signals import StopRequest
-from spill.stages import Progress, Saved, Stage, Work
-from spill.table import finished, who
+from spill.stages import Reporter, Saved, Stage, Work
+from spill.table import who
 
 COMMIT_SECONDS = 60.0
 LONG_UNIT_SECONDS = 5.0
 COST_SHARE = 0.05
-TAKEOVER_TRIES = 20
-
-
-class Reporter(Protocol):
-    """Where a build tells the user what happens."""
-
-    def say(self, line: str) -> None: ...
-
-    def warn(self, line: str) -> None: ...
-
-    def begin(self, stage: str, unit: str, position: int, total: int) -> None: ...
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def end(self) -> None: ...
 
 
 class Build:
@@ -62,14 +43,9 @@ class Build:
         self._registry = registry
         self._stop = stop
         self._report = report
+        self._hold: Hold
         self._engine: Engine | None = None
         self._base_checked = False
-        self._notes: list[str] = []
-        self._probe: Probe | None = None
-        self._working: tuple[str, Stage] | None = None
-        self._told_of_sweep = False
-        self._before: Commit | None = None
-        self._run_row: Run
 
     def run(self) -> Commit:
         """Build until done or stopped. Returns the last commit.
@@ -78,156 +54,46 @@ class Build:
             Stopped: a signal came; what was done is saved.
             SpillError: anything that stands in the way; the last commit stands.
         """
-        opened = self._open_build()
-        if opened.head and finished(opened.head.commit):
+        hold = self._hold = Hold(self._request, self._registry, self._stop, self._report)
+        if hold.finished:
             with contextlib.suppress(Stopped):  # there is nothing left to stop
-                self._check_model_at_hand(opened.head.commit)
-            return opened.head.commit
-        stages = opened.head.commit.plan.stages if opened.head else opened.settings.stages
+                self._check_model_at_hand(hold.finished)
+            return hold.finished
+        stages = hold.before.plan.stages if hold.before else hold.opened.settings.stages
         for stage in stages:
             self._registry.get("stage", stage)
         stop_stage, stop_position = parse_stop_after(self._request.stop_after, stages)
-        opened = self._wait_for_holder(opened)
-        if opened.head and finished(opened.head.commit):
-            return opened.head.commit
-        self._prepare(opened)
-        self._introduce(opened)
+        hold.wait()
+        if hold.finished:
+            return hold.finished
+        self._prepare(hold.opened)
+        self._introduce(hold.opened)
         self._stop.tick()
-        if self._before and self._before.plan.dtype != self._plan.dtype:
+        if hold.before and hold.before.plan.dtype != self._plan.dtype:
             self._load_engine()  # one that refuses the new dtype must do so before the plan is changed
         try:
-            alive = self._claim_state(opened)
-            if isinstance(alive, Commit):
-                return alive
-            try:
-                with self._told_as_taken_over():
-                    alive.start(self._claim)
-                    self._keep_folder(opened.folder)
-                    for stage in self._plan.stages:
-                        limit = stop_position if stage == stop_stage else None
-                        self._run_stage(stage, limit)
-                        if stage == stop_stage:
-                            break
-            finally:
-                alive.stop()
+            with hold.claimed(self._plan) as is_mine:
+                if not is_mine:
+                    assert hold.finished
+                    return hold.finished
+                for stage in self._plan.stages:
+                    limit = stop_position if stage == stop_stage else None
+                    self._run_stage(stage, limit)
+                    if stage == stop_stage:
+                        break
         finally:
             self._close_engine()
-        return self._claim.commit
-
-    def _wait_for_holder(self, opened: Opened) -> Opened:
-        """Watch whoever holds the state, and read it anew, until nobody has claimed it in the meantime."""
-        while head := opened.head:
-            watched = watch(
-                opened.store,
-                head,
-                takeover=self._request.takeover,
-                command=self._command(opened),
-                tick=self._stop.tick,
-                say=self._report.say,
-            )
-            if watched.note:
-                self._notes.append(watched.note)
-            if not watched.anew:
-                break
-            opened = self._open_build()
-            if opened.head and (finished(opened.head.commit) or opened.head.commit.run == head.commit.run):
-                break
-        return opened
-
-    def _claim_state(self, opened: Opened) -> Alive | Commit:
-        """Claim the state, with this run announced as alive; or its last commit, where whoever was quicker finished it.
-
-        With --takeover a holder that commits meanwhile is claimed over all the same.
-        """
-        for tries in reversed(range(TAKEOVER_TRIES)):
-            number = opened.head.highest + 1 if opened.head else 1
-            alive = Alive(opened.store, number, self._run_row.nonce, self._stop, self._where)
-            try:
-                alive.announce()
-                with self._stop.saving():
-                    state = environment.nonce() + environment.nonce()
-                    self._claim = Claim.begin(opened.store, opened.head, self._plan, self._run_row, state)
-            except BaseException as fault:
-                alive.stop()
-                if not isinstance(fault, HeldError):
-                    raise
-            else:
-                self._run_row = evolve(self._run_row, claim=self._claim.commit.number)
-                return alive
-            opened = self._open_build()
-            assert opened.head, "somebody has committed"
-            differ = differences(opened.head.commit.plan, self._plan, without=changeable(self._request))
-            refuse_differences(opened.place.uri, differ)
-            if finished(opened.head.commit):
-                return opened.head.commit
-            if not (self._request.takeover and self._before and tries):
-                raise refuse_slower(opened.store, opened.head, self._command(opened))
-            self._before = opened.head.commit
-        raise AssertionError("the last try returns or raises")
-
-    def _command(self, opened: Opened) -> str:
-        """What resumes this build here, as far as its flags are needed for it."""
-        student = self._request.flags.get("student")
-        return f"spill resume {opened.place.again}{f' --student {shlex.quote(str(student))}' if student else ''}"
-
-    @contextlib.contextmanager
-    def _told_as_taken_over(self) -> Iterator[None]:
-        """Say what is lost where somebody else took the state over. Seen from a run that does not know it yet, what
-        the new holder swept away looks like damage."""
-        try:
-            yield
-        except (HeldError, StateError, StoreError) as fault:
-            other = fault.message if isinstance(fault, HeldError) else ""
-            if not other:
-                with contextlib.suppress(StoreError):
-                    other = stranger(self._opened.store, self._claim)
-            if not other:
-                raise
-            raise HeldError(f"{other}; {self._discarded()}") from None
-
-    def _where(self) -> str:
-        if self._working is None:
-            return "its start"
-        name, stage = self._working
-        return f"{name} {stage.unit} {stage.position} of {stage.total}"
-
-    def _unsaved(self) -> str:
-        """What of this run no commit holds, in words; empty where there is nothing."""
-        if not self._working:
-            return ""
-        name, stage = self._working
-        record = self._claim.commit.stages.get(name)
-        first, last = (record.position if record else 0) + 1, stage.position
-        if last < first:
-            return ""
-        return f"{stage.unit} {last}" if last == first else f"{stage.unit}s {first} to {last}"
-
-    def _discarded(self) -> str:
-        """Where this run is, and what of it no commit holds."""
-        unsaved = self._unsaved()
-        if not unsaved:
-            return f"this run was at {self._where()}, nothing of it is discarded"
-        which = f"{unsaved} {'are' if ' to ' in unsaved else 'is'}"
-        return (
-            f"this run was at {self._where()}; its {which} discarded, commit {self._claim.commit.number} was its last"
-        )
-
-    def _open_build(self) -> Opened:
-        self._opened = open_build(self._request, self._registry)
-        head = self._opened.head
-        for line in (*self._opened.folder.warnings, *(head.notes if head else ())):
-            self._report.warn(line)
-        return self._opened
+        return hold.claim.commit
 
     def _check_model_at_hand(self, commit: Commit) -> None:
         """A finished build is not reused for another model, where this machine can tell without fetching one."""
-        student = self._opened.settings.student
-        if self._opened.place.directory is None and "student" not in self._request.flags:
+        student = self._hold.opened.settings.student
+        if self._hold.opened.place.directory is None and "student" not in self._request.flags:
             return
         if student == "local" or not (model := self._resolve(student, offline=True)):
             return
         if model.identity != commit.plan.model:
-            refuse_differences(self._opened.place.uri, [model_line(commit.plan, model)])
+            refuse_differences(self._hold.opened.place.uri, [model_line(commit.plan, model)])
 
     def _resolve(self, student: str, offline: bool = False) -> models.Model | None:
         return models.resolve(
@@ -266,18 +132,9 @@ class Build:
         if before:
             refuse_differences(opened.place.uri, differences(before, plan, without=changeable(self._request)))
             if plan.dtype != before.dtype:
-                self._notes.append(f"dtype {before.dtype} -> {plan.dtype}")
+                self._hold.notes.append(f"dtype {before.dtype} -> {plan.dtype}")
         self._plan = plan
-        self._before = before_commit
-        self._run_row = Run(
-            nonce=environment.nonce(),
-            claim=0,
-            started=environment.utc_now(),
-            engine=self._spec.name,
-            machine=environment.machine_name(),
-            system=environment.operating_system(),
-            notes=tuple(self._notes),
-        )
+        self._hold.begin(self._spec.name)
 
     def _choose_engine(self, settings: Settings) -> tuple[EngineSpec, str, Literal["float32", "bfloat16"]]:
         if settings.engine:
@@ -308,17 +165,10 @@ class Build:
                 f"{' at ' + ', '.join(at) if at else ''}; only what came after that commit, if anything, is done again"
             )
 
-    def _keep_folder(self, folder: Folder) -> None:
-        """A new state's second commit: the folder's files, so that the state alone is enough from then on."""
-        if not self._claim.commit.folder:
-            files = {name: folder.contents[name].decode() for name in folder.hashes()}
-            with self._stop.saving():
-                self._claim.write(run=self._run_row, folder=[to_json(files)])
-
     # ---- stages
 
     def _run_stage(self, name: str, limit: int | None) -> None:
-        record = self._claim.commit.stages.get(name)
+        record = self._hold.claim.commit.stages.get(name)
         stage: Stage = load_target(self._registry.get("stage", name).spec)(self._work(name))
         if record and record.total != stage.total:
             raise StateError(f"the state has {name} with {record.total} {stage.unit}s, this build has {stage.total}")
@@ -329,9 +179,9 @@ class Build:
             self._report.say(f"{name} is at {stage.unit} {stage.position} of {stage.total} already")
             return
         start = stage.position
-        committer = _Committer(self, name, stage, start)
+        committer = _Committer(self._hold, name, stage, self._request.commit_every)
         self._report.begin(name, stage.unit, start, stage.total)
-        self._working = (name, stage)
+        self._hold.working = (name, stage)
         try:
             for progress in stage.advance(end):
                 self._report.progress(progress)
@@ -340,7 +190,10 @@ class Build:
                     self._stop.tick()
         except Stopped as stopped:
             self._report.end()
-            raise self._save_and_stop(stopped, committer) from None
+            committer.commit()
+            number = self._hold.claim.commit.number
+            saved = f"{stopped.message} at {self._hold.where()}; saved: commit {number}"
+            raise Stopped(saved, stopped.exit_code) from None
         self._report.end()
         committer.commit(final=True)
         if seconds := committer.unit_seconds:
@@ -349,18 +202,12 @@ class Build:
     def _rate_key(self, stage: str) -> str:
         return rates.key(self._spec.name, self._plan.dtype, self._plan.model, stage)
 
-    def _save_and_stop(self, stopped: Stopped, committer: "_Committer") -> Stopped:
-        committer.commit()
-        return Stopped(
-            f"{stopped.message} at {self._where()}; saved: commit {self._claim.commit.number}", stopped.exit_code
-        )
-
     def _work(self, name: str) -> Work:
-        commit = self._claim.commit
+        commit = self._hold.claim.commit
         return Work(
             name=name,
             plan=self._plan,
-            folder=self._opened.folder,
+            folder=self._hold.opened.folder,
             text=self._student.text,
             rows=self._student.rows,
             adapter=self._student.adapter,
@@ -369,7 +216,7 @@ class Build:
             others={other: s for other in commit.stages if other != name and (s := self._saved(commit, other))},
             taken_over=lambda: self._taken_over(name),
             accept_drift=self._request.accept_drift,
-            note=self._note,
+            note=self._hold.note,
             say=self._report.say,
         )
 
@@ -377,7 +224,7 @@ class Build:
         record = commit.stages.get(name)
         if record is None:
             return None
-        return saved_stage(self._opened.store, commit, record)
+        return saved_stage(self._hold.opened.store, commit, record)
 
     # ---- the engine
 
@@ -390,7 +237,7 @@ class Build:
         return engine
 
     def _load_engine(self) -> Engine:
-        runs = self._before.runs if self._before else ()
+        runs = self._hold.before.runs if self._hold.before else ()
         earlier = [r.numerics for r in runs if r.engine == self._spec.name and r.numerics]
         asked = Numerics(dtype=self._plan.dtype)
         if earlier and earlier[-1].dtype == self._plan.dtype:
@@ -402,7 +249,7 @@ class Build:
         for note in facts.notes:
             self._report.say(f"{self._spec.name}: {note}")
         versions = {**facts.versions, **({"model": model.revision} if model.revision else {})}
-        self._run_row = evolve(self._run_row, hardware=facts.hardware, numerics=facts.numerics, versions=versions)
+        self._hold.row = evolve(self._hold.row, hardware=facts.hardware, numerics=facts.numerics, versions=versions)
         return engine
 
     def _close_engine(self) -> None:
@@ -410,17 +257,17 @@ class Build:
             self._engine.close()
 
     def _check_base(self, engine: Engine) -> None:
-        probe = self._claim.commit.probe
+        probe = self._hold.claim.commit.probe
         rows = tuple(probe_rows(self._student.rows))
         of_rows = [self._student.rows[i] for i in rows]
         if probe is None:
             losses = rounded_losses(engine.nll(of_rows, adapter=False))
-            self._probe = Probe(rows=rows, losses=tuple(tuple(x) for x in losses))
+            self._hold.probe = Probe(rows=rows, losses=tuple(tuple(x) for x in losses))
             return
         if not fits(probe.losses, of_rows) or probe.rows != rows:
             raise StateError("the state's probe of the base model does not fit the folder's training rows")
-        runs = self._before.runs if self._before else ()
-        if any(r.engine == self._spec.name and r.hardware == self._run_row.hardware for r in runs):
+        runs = self._hold.before.runs if self._hold.before else ()
+        if any(r.engine == self._spec.name and r.hardware == self._hold.row.hardware for r in runs):
             return
         before = next((who(r) for r in runs if r.hardware), "an earlier run")
         check_drift(
@@ -429,71 +276,29 @@ class Build:
             probe.losses,
             engine.nll(of_rows, adapter=False),
             accept=self._request.accept_drift,
-            note=self._note,
+            note=self._hold.note,
             say=self._report.say,
         )
 
     def _taken_over(self, name: str) -> str:
         self._open_engine()
-        workers = [r for r in (self._before.runs if self._before else ()) if name in r.work]
+        workers = [r for r in (self._hold.before.runs if self._hold.before else ()) if name in r.work]
         if not workers:
             return ""
         last = workers[-1]
-        same = last.engine == self._spec.name and last.hardware == self._run_row.hardware
+        same = last.engine == self._spec.name and last.hardware == self._hold.row.hardware
         return "" if same else who(last)
-
-    def _note(self, text: str) -> None:
-        self._run_row = evolve(self._run_row, notes=(*self._run_row.notes, text))
-
-    def commit_stage(self, name: str, stage: Stage, start: int) -> None:
-        """Take a snapshot of a stage and commit it, with this run's share of the work. What that writes, and what a
-        kill now would lose, is said where a stop was asked for, or as soon as one is."""
-        with self._stop.saving():
-            snapshot = stage.snapshot()
-            size = sum(memoryview(part).nbytes for parts in snapshot.objects.values() for part in parts)
-            self._stop.saves = (
-                f"saving {self._where()}, {size / 1e6:.1f} MB; a kill now loses {self._unsaved() or 'nothing'}"
-            )
-            if self._stop.asked:
-                self._report.say(f"stopped by {self._stop.asked.name}: {self._stop.saves}")
-            before = self._claim.commit.stages.get(name)
-            kept = {role: before.objects[role] for role in snapshot.kept} if before else {}
-            record = StageRecord(
-                position=stage.position,
-                total=stage.total,
-                finished=stage.position == stage.total,
-                objects=kept,
-                summary=dict(snapshot.summary),
-            )
-            self._run_row = evolve(self._run_row, work={**self._run_row.work, name: (start, stage.position)})
-            self._claim.write(
-                run=self._run_row,
-                stages={name: record},
-                new={(name, role): parts for role, parts in snapshot.objects.items()},
-                probe=self._probe,
-            )
-        if self._claim.sweep_fault and not self._told_of_sweep:
-            self._told_of_sweep = True
-            self._report.warn(f"{self._claim.sweep_fault}; what older commits named is kept until it can be removed")
-
-    @property
-    def place(self) -> Place:
-        return self._opened.place
-
-    @property
-    def commit_every(self) -> float | None:
-        return self._request.commit_every
 
 
 class _Committer:
     """When to commit: every 60 s, or after every unit that took over 5 s, but never at more than 5 % of the time."""
 
-    def __init__(self, build: Build, name: str, stage: Stage, start: int) -> None:
-        self._build = build
+    def __init__(self, hold: Hold, name: str, stage: Stage, every: float | None) -> None:
+        self._hold = hold
         self._name = name
         self._stage = stage
-        self._start = start
-        self._committed = start
+        self._every = every
+        self._start = self._committed = stage.position
         self._begun = self._last_commit = self._last_unit = environment.seconds()
         self._cost = 0.0
 
@@ -503,27 +308,22 @@ class _Committer:
         made = self._stage.position - self._start
         return (self._last_commit - self._begun) / made if made > 0 else None
 
-    @property
-    def unsaved(self) -> int:
-        return self._stage.position - self._committed
-
     def after_unit(self) -> None:
         now = environment.seconds()
         unit, since = now - self._last_unit, now - self._last_commit
         self._last_unit = now
-        every = self._build.commit_every
-        if every is not None:
-            due = since >= every
+        if self._every is not None:
+            due = since >= self._every
         else:
             due = since >= self._cost / COST_SHARE and (since >= COMMIT_SECONDS or unit > LONG_UNIT_SECONDS)
         if due and self._stage.position < self._stage.total:
             self.commit()
 
     def commit(self, final: bool = False) -> None:
-        if not self.unsaved and not final:
+        if self._stage.position == self._committed and not final:
             return
         begun = environment.seconds()
-        self._build.commit_stage(self._name, self._stage, self._start)
+        self._hold.commit(self._name, self._stage, self._start)
         self._committed = self._stage.position
         self._last_commit = self._last_unit = environment.seconds()
         self._cost = self._last_commit - begun

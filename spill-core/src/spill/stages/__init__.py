@@ -75,6 +75,20 @@ class Progress:
     loss: float | None = None
 
 
+class Reporter(Protocol):
+    """Where a build tells the user what happens."""
+
+    def say(self, line: str) -> None: ...
+
+    def warn(self, line: str) -> None: ...
+
+    def begin(self, stage: str, unit: str, position: int, total: int) -> None: ...
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def end(self) -> None: ...
+
+
 @frozen(kw_only=True)
 class Snapshot:
     """All that is needed to go on. `objects` are new contents by role; `kept` are roles whose contents of the last

@@ -4,6 +4,8 @@ and moved between machines and stores. What is made is always bit for bit what a
 Here one kill in nine or fifteen is tried and each race run once. All of them, with figures printed as they come:
 
     SPILL_EVERY_KILL=1 SPILL_RACES=50 pytest tests/cloud/test_builds.py -k "kill or race"
+
+A run that died or sleeps is watched here for three seconds instead of a minute; with SPILL_WAITS=1 for the minute.
 """
 
 import functools
@@ -41,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:Re
 
 EVERY_KILL = bool(os.environ.get("SPILL_EVERY_KILL"))
 RACES = int(os.environ.get("SPILL_RACES", "1"))
+WAITS = bool(os.environ.get("SPILL_WAITS"))
 OFTEN = ("--commit-every", "0")
 Reach = Callable[..., Callable[..., Any]]
 
@@ -115,7 +118,7 @@ def figures(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     """Prints, where all was asked for."""
 
     def tell(line: str) -> None:
-        if EVERY_KILL or RACES > 1:
+        if EVERY_KILL or RACES > 1 or WAITS:
             with capsys.disabled():
                 print(f"\n{line}", flush=True)
 
@@ -262,8 +265,49 @@ def _outcome(runs: dict[str, Child], codes: dict[str, int], claimed: set[str]) -
         assert "done; next: " in lost.out
         return "second finds it finished, exit 0"
     one_line(lost.err, f" by {winner} (numpy) at ")
+    assert "taken over by" in lost.err or re.search(r", alive \d+ s ago; .* --takeover \(it loses what ", lost.err)
     how = "taken over" if "taken over by" in lost.err else "held"
     return f"second {how}, {'with work discarded, ' if 'discarded' in lost.err else ''}exit 76"
+
+
+@pytest.fixture
+def minute(monkeypatch: pytest.MonkeyPatch) -> float:
+    """How many seconds a silent run is watched. A store's timestamps may be whole seconds."""
+    if WAITS:
+        return 60.0
+    monkeypatch.setattr("spill.alive.DEAD_SECONDS", 3.0)
+    monkeypatch.setattr("spill.alive.WATCH_SECONDS", 0.2)
+    return 3.0
+
+
+@places("local", "moto", "fake_gcs", "azurite")
+def test_a_job_that_starts_soon_after_its_own_death_gets_in_by_watching(
+    spill: Spill,
+    children: Nursery,
+    six_rows: Path,
+    tmp_path: Path,
+    place: Site,
+    minute: float,
+    whole: Callable[[Path], object],
+    figures: Callable[[str], None],
+) -> None:
+    expected = whole(six_rows)
+    uri, store = place.uri("requeued"), place.open("requeued")
+    log = tmp_path / "requests"
+    trap = Trap(delay=0.03, requests=log, renew=minute / 10)
+    child = children.start("build", six_rows, "--state", uri, *OFTEN, trap=trap, **place.environment)
+    child.wait_for(lambda: log.exists() and "create log/6.json" in log.read_text())
+    child.signal(signal.SIGKILL)
+    child.end()
+    time.sleep(minute / 10)
+    begun = time.monotonic()
+    out = fine(spill("resume", six_rows, "--state", uri))
+    waited = time.monotonic() - begun
+    assert re.search(r"alpha \(numpy\) was alive \d+ s ago; watching for up to ", out)
+    assert waited < minute + 15
+    assert everything(store) == expected
+    each_unit_once(store)
+    figures(f"{place.name}: a job {minute / 10:.0f} s after its own death was done after {waited:.0f} s")
 
 
 @places("local", "moto")
@@ -274,6 +318,7 @@ def test_a_sleeper_is_watched_until_it_counts_as_gone_and_stops_with_76_when_it_
     tmp_path: Path,
     place: Site,
     monkeypatch: pytest.MonkeyPatch,
+    minute: float,
     whole: Callable[[Path], object],
 ) -> None:
     expected = whole(six_rows)
@@ -284,8 +329,6 @@ def test_a_sleeper_is_watched_until_it_counts_as_gone_and_stops_with_76_when_it_
     child.wait_for(lambda: log.exists() and "create log/6.json" in log.read_text())
     child.signal(signal.SIGSTOP)
     monkeypatch.setenv("SPILL_MACHINE", "beta")
-    monkeypatch.setattr("spill.alive.DEAD_SECONDS", 0.5)
-    monkeypatch.setattr("spill.alive.WATCH_SECONDS", 0.1)
     out = fine(spill("resume", six_rows, "--state", uri))
     assert re.search(r"alpha \(numpy\) (was alive|has not been alive for) ", out)
     assert "has not been alive for" in out

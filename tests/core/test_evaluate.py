@@ -127,7 +127,7 @@ class Exam:
         self.folder = parse(contents, "F")
         settings = self.folder.settings({})
         found = read_directory(model, student="local", tick=lambda: None)
-        self.student = prepare(found, stop_ids(found), self.folder, settings)
+        self.student = prepare(found, stop_ids(found), self.folder, settings, lambda: None)
         self.plan = make_plan(self.folder, settings, self.student, "float32", discover(), {}, "local", None)
 
     def work(self, engine: Scripted, saved: Saved | None = None, name: str = "eval:base") -> Work:

@@ -53,7 +53,7 @@ class Reading:
         model = models.resolve(str(student), tick=lambda: None, say=lambda line: None)
         assert model is not None
         opened = open_build(Request(target=str(folder)), self.registry)
-        self.student: Student = prepare(model, models.stop_ids(model), opened.folder, opened.settings)
+        self.student: Student = prepare(model, models.stop_ids(model), opened.folder, opened.settings, lambda: None)
         how = Numerics(dtype="float32")
         self.engine: Engine = open_engine(
             self.registry.engine("numpy"), model.directory, self.student.adapter, how, lambda: None

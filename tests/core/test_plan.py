@@ -318,7 +318,7 @@ def prepared(path: Path, *, rows: bytes = b"", exam: bytes = b"", **settings: ob
     }
     made = parse(contents, "F")
     model = read_directory(path, student="local", tick=lambda: None)
-    prepare(model, stop_ids(model), made, made.settings(settings))
+    prepare(model, stop_ids(model), made, made.settings(settings), lambda: None)
 
 
 def row(prompt: str, answer: str, column: str = "answer") -> bytes:

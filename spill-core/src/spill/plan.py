@@ -1,7 +1,7 @@
 """Making a plan from a folder, a model and settings, tokenizing the rows, and telling two plans apart."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +31,10 @@ class Student:
     max_new_tokens: int
 
 
-def prepare(model: Model, stop_ids: tuple[int, ...], folder: Folder, settings: Settings) -> Student:
-    """Tokenize everything, and refuse what does not fit, before any weight is loaded.
+def prepare(
+    model: Model, stop_ids: tuple[int, ...], folder: Folder, settings: Settings, tick: Callable[[], None]
+) -> Student:
+    """Tokenize everything, and refuse what does not fit, before any weight is loaded. Ticks at every row.
 
     Raises:
         InputError: rows that are too long, by file and line; a rank larger than a layer.
@@ -48,9 +50,10 @@ def prepare(model: Model, stop_ids: tuple[int, ...], folder: Folder, settings: S
     window = model.config.get("max_position_embeddings")
     room = window if type(window) is int else None
     faults: list[str] = []
-    rows = _training_rows(folder, text, settings.max_length, room, faults)
+    rows = _training_rows(folder, text, settings.max_length, room, faults, tick)
     max_new_tokens = _answer_limit(folder, text, faults)
     for exam in folder.exam:
+        tick()
         length = max(len(text.prompt(exam.prompt, folder.instructions)), len(text.prompt(exam.prompt)))
         if room is not None and length + max_new_tokens > room:
             faults.append(
@@ -65,10 +68,13 @@ def prepare(model: Model, stop_ids: tuple[int, ...], folder: Folder, settings: S
     return Student(model=model, text=text, adapter=adapter, rows=tuple(rows), max_new_tokens=max_new_tokens)
 
 
-def _training_rows(folder: Folder, text: Text, max_length: int, room: int | None, faults: list[str]) -> list[Row]:
+def _training_rows(
+    folder: Folder, text: Text, max_length: int, room: int | None, faults: list[str], tick: Callable[[], None]
+) -> list[Row]:
     """The rows as tokens, prompt masked; `room` is how many tokens the model reads."""
     rows: list[Row] = []
     for training in folder.training:
+        tick()
         try:
             prompt, answer = text.prompt(training.prompt), text.answer(training.answer)
         except InputError as error:

@@ -120,7 +120,7 @@ class Build:
         before = before_commit.plan if before_commit else None
         if before and model.identity != before.model:
             refuse_differences(opened.place.uri, [model_line(before, model)])
-        self._student: Student = prepare(model, models.stop_ids(model), opened.folder, settings)
+        self._student: Student = prepare(model, models.stop_ids(model), opened.folder, settings, self._stop.tick)
         dtype: Any = settings.dtype or (before.dtype if before else default_dtype)
         flags = settings_flags(self._request.flags)
         if "student" in self._request.flags and model.student != "local":

@@ -88,7 +88,7 @@ class StageBench:
         tiny_model(directory, hidden=8, layers=1, heads=2, kv_heads=1, intermediate=8, max_positions=128)
         model = read_directory(directory, student="local", tick=lambda: None)
         self._directory = directory
-        self._student = prepare(model, stop_ids(model), self._folder, settings)
+        self._student = prepare(model, stop_ids(model), self._folder, settings, lambda: None)
         self._plan = make_plan(self._folder, settings, self._student, "float32", _registry(order), {}, "local", None)
         self._others: dict[str, Saved] = {}
         for other in order[: order.index(name)]:

@@ -148,7 +148,8 @@ def test_a_stop_at_any_tick_is_exit_75_and_the_rest_is_what_it_was(
     # Three times the adapter in float32, and the journal; nothing was committed within the tune before.
     arrays = (tmp_path / "whole").glob("data/*/*state.safetensors")
     size = f"{max(path.stat().st_size for path in arrays) / 1e6:.1f}"
-    assert {("2", size, "2"), ("3", size, "3")} <= saved
+    assert len(saved) > 1
+    assert saved <= {(step, size, step) for step in "234"}
 
 
 def test_learning_rates_of_ten_steps_stopped_at_five_are_exactly_those_of_an_unbroken_build(build: Build) -> None:

@@ -94,9 +94,12 @@ def spill(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 def spill_process(site: Path) -> Callable[..., subprocess.Popen[str]]:
     """Start the command line as a real process."""
 
-    def start(*arguments: object, path: Sequence[Path] = (), **environment: str) -> subprocess.Popen[str]:
+    def start(
+        *arguments: object, path: Sequence[Path] = (), stdin: int | None = None, **environment: str
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "spill", *map(str, arguments)],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

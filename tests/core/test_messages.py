@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -493,6 +494,25 @@ def test_answers_to_a_pipe_hold_no_prompt(spill_process: Start, made: Path) -> N
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert out == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_prompt_ends_at_once_with_any_signal(
+    spill_process: Start, made: Path, number: signal.Signals, code: int
+) -> None:
+    command = ["ask", made / "folder", "--state", made / "done", "--max-tokens", "2"]
+    with spill_process(*command, stdin=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it has answered, and waits for the next
+        begun = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
+        assert time.monotonic() - begun < 10
+        assert process.stderr
+        assert process.stderr.read().splitlines()[-1] == "spill: stopped; there was nothing to save"
 
 
 def test_commit_every_takes_numbers_only(spill: Spill, folder: Path) -> None:

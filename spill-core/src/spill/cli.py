@@ -275,7 +275,7 @@ def ask(session: Session, /, prompt: str | None, **options: Any) -> None:
         if prompt is not None:
             click.echo(answer(prompt))
             return
-        session.stop.uninstall()  # nothing to save here: a signal just ends it
+        session.stop.leave_at_once()
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "")

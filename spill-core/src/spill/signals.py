@@ -27,6 +27,7 @@ class StopRequest:
         self._longest = 0.0  # seconds from one tick to the next: what a stop may have to wait for
         self._held = 0
         self._bell = -1  # where the handler wakes the watchdog
+        self._at_once = False
 
     def install(self) -> None:
         """Set the handlers, except for a SIGHUP that `nohup` had ignored. The watchdog starts now, since a handler may
@@ -37,10 +38,9 @@ class StopRequest:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
-    def uninstall(self) -> None:
-        """Give the signals back what they do by themselves: for a program that waits for input and holds no state."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def leave_at_once(self) -> None:
+        """From now on a signal ends the process where it is: a prompt holds no state, and may wait for days."""
+        self._at_once = True
 
     @property
     def exit_code(self) -> int:
@@ -78,6 +78,8 @@ class StopRequest:
             self.saves = ""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._at_once:
+            _leave("stopped; there was nothing to save", EXIT_CODES[signal.Signals(number)])
         if self.asked:
             if number == signal.SIGINT:
                 _leave("stopped at once; the last commit stands", EXIT_CODES[signal.SIGINT])

@@ -246,6 +246,33 @@ def test_after_five_minutes_of_silence_reading_back_and_clearing_up_get_one_try_
     assert len(no_sleep) >= 2
 
 
+def test_what_was_answered_or_given_up_long_ago_shortens_no_later_patience(
+    place: Callable[..., Any], relay: Relay, no_sleep: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = place()
+    store.patience_seconds = 300.0
+    store.list("")
+    now = [1000.0]
+    monkeypatch.setattr("spill_store_cloud.store.seconds", lambda: now[0])
+    relay.order(first(1, Answer(503)))
+    with pytest.raises(Absent):
+        store.read("alive/1-x", 9)  # busy once, then an answer, if not a happy one
+    now[0] += 400.0
+    relay.order(first(1, Answer(503)))
+    store.create("log/1.json", b"one")
+
+    def busy(request: Request) -> Answer:
+        now[0] += 60.0
+        return Answer(503)
+
+    relay.order(busy)
+    with pytest.raises(StoreError, match="nothing succeeded in 300 s"):
+        store.delete("data/old")
+    now[0] += 60.0
+    relay.order(first(1, Answer(503)))
+    store.create("log/2.json", b"two")
+
+
 @pytest.mark.parametrize("order", [MUTE, DEAF])
 def test_a_store_that_takes_a_connection_and_falls_silent_is_not_waited_for_without_end(
     place: Callable[..., Any], relay: Relay, order: str, monkeypatch: pytest.MonkeyPatch
@@ -298,7 +325,7 @@ def test_parts_are_sent_again(
     store.write("data/x", [data])
     whole = store.read("data/x", len(data)) == data
     assert whole
-    assert len([r for r in relay.seen if "partNumber=" in r.path]) == 5
+    assert len([r for r in relay.seen if "partNumber=" in r.path]) == 7
     assert unfinished(moto) == 0
 
 
@@ -345,10 +372,12 @@ def test_an_upload_that_vanished_is_an_error_and_changes_nothing(
         store.write("data/x", [large(18)])
     assert store.read("data/x", 99) == b"what was there before"
     data = large(18)
-    relay.order(first(1, gone, lambda request: "partNumber=" in request.path))
-    store.write("data/x", [data])  # it begins again
-    whole = store.read("data/x", len(data)) == data
-    assert whole
+    for where in ("partNumber=", "?uploadId="):
+        name = f"data/{len(where)}"
+        relay.order(first(1, gone, lambda request, part=where: part in request.path))
+        store.write(name, [data])  # it begins again
+        whole = store.read(name, len(data)) == data
+        assert whole
     assert unfinished(moto) == 0
 
 
@@ -390,7 +419,7 @@ def test_blocks_are_sent_again(
     store.write("data/x", [data])
     whole = store.read("data/x", len(data)) == data
     assert whole
-    assert len([r for r in relay.seen if block(r)]) == 3
+    assert len([r for r in relay.seen if block(r)]) == 4
 
 
 @pytest.mark.parametrize("order", [Answer(503), DROP, LOSE])

@@ -3,13 +3,14 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spill import runner
+from spill import holding, runner
 from spill.cli import run
 from spill.signals import StopRequest
 from spill.stores.local import LocalStore
@@ -115,6 +116,43 @@ def test_of_two_that_watched_a_dead_holder_the_slower_watches_the_quicker(
     assert position(state, "tune") == 5
 
 
+def test_a_run_that_was_slower_than_one_that_has_died_goes_on_after_it(
+    spill: Spill, folder: Path, state: Path, other: Callable[..., None], while_preparing: Between
+) -> None:
+    def quicker() -> None:
+        other("--stop-after", "tune:5")
+        long_ago = time.time() - 600
+        os.utime(keep_alive(state), (long_ago, long_ago))
+
+    while_preparing(quicker)
+    done = spill("resume", folder)
+    assert done.code == 0, done.err
+    assert "beta (numpy) has not been alive for 6" in done.out
+    assert "going on from commit " in done.out
+    assert head(state).runs[-1].notes == ("took over from beta (numpy), silent, at tune step 6 of 8",)
+
+
+def test_a_takeover_that_somebody_else_made_is_not_ones_own(
+    spill: Spill, folder: Path, state: Path, other: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_ago = time.time() - 600
+    os.utime(keep_alive(state), (long_ago, long_ago))
+    real, opened = holding.open_build, []
+
+    def open_build(*arguments: Any) -> Any:
+        opened.append(arguments)
+        if len(opened) == 2:  # after the watch, before it is read anew
+            shutil.rmtree(state / "alive")
+            other("--stop-after", "tune:5")
+        return real(*arguments)
+
+    monkeypatch.setattr(holding, "open_build", open_build)
+    done = spill("resume", folder)
+    assert done.code == 0, done.err
+    assert head(state).runs[-1].machine == "alpha"
+    assert head(state).runs[-1].notes == ()
+
+
 def test_a_takeover_claims_over_a_holder_that_commits_meanwhile(
     spill: Spill,
     folder: Path,
@@ -141,11 +179,18 @@ def test_a_takeover_claims_over_a_holder_that_commits_meanwhile(
 
 
 def test_a_run_that_was_slower_to_claim_is_told_all_there_is_to_know(
-    spill: Spill, folder: Path, state: Path, other: Callable[..., None], while_preparing: Between
+    spill: Spill,
+    folder: Path,
+    state: Path,
+    other: Callable[..., None],
+    while_preparing: Between,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def quicker() -> None:
         other("--stop-after", "tune:5")
-        keep_alive(state)
+        alive = keep_alive(state)
+        renewed = '{"at":"tune step 6 of 8","beat":2}'
+        monkeypatch.setattr("spill.environment.sleep", lambda duration: alive.write_text(renewed))
 
     while_preparing(quicker)
     done = spill("resume", folder)
@@ -256,6 +301,27 @@ def test_a_right_to_delete_that_is_missing_costs_room_and_nothing_else(
     assert len(refused) > 2
     assert (done.out + done.err).count("what older commits named is kept until it can be removed") == 1
     assert all((state / name).exists() for name in refused)
+
+
+def test_what_a_killed_writer_left_is_swept_once_the_store_lists_it(
+    spill: Spill, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = state / "data" / "1-0123456789abcdef" / "000001-tune-state.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"x")
+    failed: list[str] = []
+
+    def plan(call: Call) -> Fault | None:
+        if call.verb == "list" and call.name == "data/" and not failed:
+            failed.append(call.name)
+            return ERROR
+        return None
+
+    put_between(monkeypatch, plan)
+    done = spill("resume", folder, *OFTEN)
+    assert done.code == 0, done.err
+    assert failed
+    assert not left.exists()
 
 
 def test_a_reply_that_was_cut_short_once_is_no_damage(

@@ -113,7 +113,10 @@ def watch(
             if now != first:
                 if not now:
                     return Watched(anew=True)
-                raise HeldError(_refusal(store, who, now, age, commit, command))
+                raise HeldError(
+                    f"{store.uri} is held by {who} at {_where(now, commit)}, alive {max(0.0, age):.0f} s ago; wait, or "
+                    f"take over with: {command} --takeover (it loses what is not committed since {_committed(commit)})"
+                )
             waited = environment.seconds() - begun
             if age > DEAD_SECONDS or waited > DEAD_SECONDS:
                 say(
@@ -133,33 +136,6 @@ def watch(
     finally:
         with contextlib.suppress(StoreError):
             store.delete(mine)
-
-
-def refuse_slower(store: Store, head: Head, command: str) -> None:
-    """For a run that lost its claim to the run of `head`, which is at work, as its claim shows. Returns where that run
-    has ended since.
-
-    Raises:
-        HeldError: it is alive.
-    """
-    who, name = _holder(head.commit)
-    data = _read(store, name) if name else b""
-    if not data:
-        return
-    mine = f"alive/{head.highest + 1}-{environment.nonce()}"
-    store.write(mine, [to_json({"beat": 0, "at": "claiming"})])
-    stamps = {e.name: e.modified for e in store.list("alive/")}
-    store.delete(mine)
-    if name in stamps:
-        age = stamps.get(mine, stamps[name]) - stamps[name]
-        raise HeldError(_refusal(store, who, data, age, head.commit, command))
-
-
-def _refusal(store: Store, who: str, data: bytes, age: float, commit: Commit, command: str) -> str:
-    return (
-        f"{store.uri} is held by {who} at {_where(data, commit)}, alive {max(0.0, age):.0f} s ago; wait, or take over "
-        f"with: {command} --takeover (it loses what is not committed since {_committed(commit)})"
-    )
 
 
 def _holder(commit: Commit) -> tuple[str, str]:

@@ -48,6 +48,7 @@ class Claim:
         self._kept: list[Commit] = []
         self._doomed: set[str] = set()
         self._verified_commits = 0
+        self._swept = False
         self.sweep_fault = ""  # why what is no longer needed could not be removed, the last time that was tried
 
     @property
@@ -198,8 +199,9 @@ class Claim:
         self._doomed |= {name for commit in dropped for name in commit.objects}
         self._verified_commits += 1
         try:
-            if self._verified_commits == KEPT_STATES:
+            if self._verified_commits >= KEPT_STATES and not self._swept:
                 self._doomed |= {e.name for e in self._store.list("data/")}
+                self._swept = True
             self._delete(self._doomed, kept)
         except StoreError as fault:  # the commit stands; the next one tries again
             self.sweep_fault = fault.message

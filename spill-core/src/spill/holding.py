@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from spill import environment
-from spill.alive import Alive, refuse_slower, watch
+from spill.alive import Alive, watch
 from spill.claim import Claim, stranger
 from spill.errors import HeldError, StateError, StoreError
 from spill.folder import Folder
@@ -36,6 +36,8 @@ class Hold:
         self._report = report
         self._told_of_sweep = False
         self.working: tuple[str, Stage] | None = None
+        self._said: set[str] = set()
+        self._took_over = ""
         self.notes: list[str] = []
         self.probe: Probe | None = None
         self.row: Run
@@ -47,7 +49,9 @@ class Hold:
         self.opened = open_build(self._request, self._registry)
         head = self.opened.head
         for line in (*self.opened.folder.warnings, *(head.notes if head else ())):
-            self._report.warn(line)
+            if line not in self._said:
+                self._report.warn(line)
+                self._said.add(line)
 
     @property
     def before(self) -> Commit | None:
@@ -66,6 +70,7 @@ class Hold:
         Raises:
             HeldError: somebody holds it.
         """
+        self._took_over = ""
         while head := self.opened.head:
             watched = watch(
                 self.opened.store,
@@ -75,16 +80,16 @@ class Hold:
                 tick=self._stop.tick,
                 say=self._report.say,
             )
-            if watched.note:
-                self.notes.append(watched.note)
-            if not watched.anew:
+            if watched.anew:
+                self.open()
+            if self.before and self.before.run == head.commit.run:
+                self._took_over = watched.note
                 break
-            self.open()
-            if self.finished or (self.before and self.before.run == head.commit.run):
+            if self.finished:
                 break
 
     def begin(self, engine: str) -> None:
-        """This run's row, with what it has noted so far."""
+        """This run's row."""
         self.row = Run(
             nonce=environment.nonce(),
             claim=0,
@@ -92,7 +97,6 @@ class Hold:
             engine=engine,
             machine=environment.machine_name(),
             system=environment.operating_system(),
-            notes=tuple(self.notes),
         )
 
     @contextlib.contextmanager
@@ -119,6 +123,7 @@ class Hold:
     def _claim(self, plan: Plan) -> Alive | None:
         for tries in reversed(range(CLAIM_TRIES)):
             store, head = self.opened.store, self.opened.head
+            self.row = evolve(self.row, notes=(*self.notes, *([self._took_over] if self._took_over else [])))
             alive = Alive(store, head.highest + 1 if head else 1, self.row.nonce, self._stop, self.where)
             try:
                 alive.announce()
@@ -133,17 +138,16 @@ class Hold:
                 self.row = evolve(self.row, claim=self.claim.commit.number)
                 return alive
             self.open()
-            now = self.opened.head
+            if not self.finished:
+                self.wait()
+            now = self.before
             assert now, "somebody has committed"
-            refuse_differences(
-                self.opened.place.uri, differences(now.commit.plan, plan, without=changeable(self._request))
-            )
+            refuse_differences(self.opened.place.uri, differences(now.plan, plan, without=changeable(self._request)))
             if self.finished:
                 return None
-            if not self._request.takeover:
-                refuse_slower(store, now, self._command)
             if not head or not tries:  # a plan of its own is not what somebody else has begun
-                raise HeldError(f"{store.uri}: others were quicker, {now.commit.number} commits so far; run again")
+                raise HeldError(f"{store.uri}: others were quicker, {now.number} commits so far; run again")
+            self._report.say(f"going on from commit {now.number}, which came meanwhile")
         raise AssertionError("the last try returns or raises")
 
     @property

@@ -24,7 +24,9 @@ class StopRequest:
         self.saves = ""  # what is being saved, and what a kill now would lose; said when a stop is asked for meanwhile
         self._fenced = ""
         self._ticked: float | None = None
-        self._longest = 0.0  # seconds from one tick to the next: what a stop may have to wait for
+        # The two longest times from one tick to the next. The smaller is what a stop may have to wait for: a single one
+        # may come from loading, or from a process that was put to sleep.
+        self._gaps = [0.0, 0.0]
         self._held = 0
         self._bell = -1  # where the handler wakes the watchdog
         self._at_once = False
@@ -57,10 +59,7 @@ class StopRequest:
             HeldError: the state was taken over; nothing can be saved any more.
             Stopped: a signal asked for a stop.
         """
-        now = time.monotonic()
-        if self._ticked is not None:
-            self._longest = max(self._longest, now - self._ticked)
-        self._ticked = now
+        self._measure()
         if self._fenced:
             raise HeldError(self._fenced)
         if self.asked and not self._held:
@@ -69,13 +68,20 @@ class StopRequest:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Within it `tick` does not raise, so that a commit is finished once it is begun."""
+        self._measure()
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
-            self._ticked = None
+            self._ticked = time.monotonic()
             self.saves = ""
+
+    def _measure(self) -> None:
+        now = time.monotonic()
+        if self._ticked is not None:
+            self._gaps = sorted((*self._gaps, now - self._ticked))[1:]
+        self._ticked = now
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._at_once:
@@ -89,9 +95,10 @@ class StopRequest:
 
     def _watch(self, ears: int) -> None:
         os.read(ears, 1)
-        if self._held and self.saves and self.asked:
-            _tell(f"stopping by {self.asked.name}: {self.saves}")
-        time.sleep(max(GRACE_SECONDS, self._longest))
+        saves = self.saves
+        if self._held and saves and self.asked:
+            _tell(f"stopping by {self.asked.name}: {saves}")
+        time.sleep(max(GRACE_SECONDS, self._gaps[0]))
         if self._held:
             # A slow store is still taking the commit: cutting it short would lose what it is there to keep.
             time.sleep(SAVING_SECONDS)

@@ -151,13 +151,13 @@ def _newest_of(store: Store, numbers: Sequence[int]) -> tuple[Entry | None, list
     checked: dict[str, ObjectRecord] = {}
     for number in reversed(numbers):
         try:
-            return _verified(store, number, checked), notes
+            return verified(store, number, checked), notes
         except Damaged as damage:
             notes.append(f"commit {number} is damaged ({damage})")
     return None, notes
 
 
-def _verified(store: Store, number: int, checked: dict[str, ObjectRecord]) -> Entry:
+def verified(store: Store, number: int, checked: dict[str, ObjectRecord]) -> Entry:
     """An entry, after reading every object that it names but those in `checked`, to which they are added.
 
     Raises:
@@ -188,7 +188,7 @@ def kept_entries(store: Store, head: Head) -> tuple[list[Entry], str]:
         try:
             entry = read_entry(store, number)
             if all(set(entry.commit.objects) != set(k.commit.objects) for k in kept):
-                kept.append(_verified(store, number, {}))
+                kept.append(verified(store, number, {}))
         except Damaged as damage:
             damaged = damaged or f"commit {number} is damaged ({damage})"
     return kept, damaged

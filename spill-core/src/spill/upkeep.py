@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from attrs import evolve
+
 from spill import environment
 from spill.alive import watch
 from spill.claim import Claim
-from spill.errors import StateError
+from spill.errors import HeldError, StateError
+from spill.holding import CLAIM_TRIES
 from spill.opening import find, locate
 from spill.plugins import Registry
 from spill.records import Run, printable
@@ -21,10 +24,12 @@ from spill.state import (
     read_entry,
     read_object,
     settle,
+    verified,
 )
 from spill.stores import Absent, Store, Unreadable, open_store
 
 Tick = Callable[[], None]
+COPY_TRIES = 20
 
 
 def verify(target: str, state: str | None, registry: Registry) -> Iterator[str]:
@@ -51,10 +56,9 @@ def verify(target: str, state: str | None, registry: Registry) -> Iterator[str]:
             f"spill resume {place.again}"
         )
     if damaged:
-        raise StateError(
-            f"{place.uri}: {damaged}; the newest, commit {head.commit.number}, is whole, but it is the only one: copy "
-            f"it with: spill state copy {place.again} DST"
-        )
+        whole = " and ".join(str(entry.commit.number) for entry in kept)
+        advice = "" if len(kept) > 1 else f"; copy the only one with: spill state copy {place.again} DST"
+        raise StateError(f"{place.uri}: {damaged}; whole: {whole}{advice}")
     yield f"next: spill state history {place.again}"
 
 
@@ -93,13 +97,13 @@ def copy(source: str, destination: str, registry: Registry, tick: Tick) -> Itera
     """
     place, store, head = find(source, None, registry)
     other = open_store(destination, registry)
-    while True:
+    for tries in reversed(range(COPY_TRIES)):
         try:
             numbers, size = _copy_once(store, other, head, tick)
         except StateError:
             # Whoever works on the state meanwhile commits, and sweeps away what is being read here.
             found = newest(store)
-            if found is None or found.highest == head.highest:
+            if found is None or found.highest == head.highest or not tries:
                 raise
             head = found
         else:
@@ -144,36 +148,47 @@ def _bring(store: Store, other: Store, kept: Sequence[Entry], have: Mapping[str,
 
 
 def _holds(store: Store, kept: Sequence[Entry]) -> bool:
-    """Whether these are a store's newest whole states."""
+    """Whether the first of these is a store's newest whole commit, and the others are whole there too."""
     try:
         head = newest(store)
-    except StateError:  # no commit there is whole
+        return head is not None and [verified(store, e.commit.number, {}).sha256 for e in kept] == [
+            head.entry.sha256,
+            *(e.sha256 for e in kept[1:]),
+        ]
+    except (StateError, Damaged):  # no commit there is whole, or one of these is not
         return False
-    return head is not None and [e.sha256 for e in kept_entries(store, head)[0]] == [e.sha256 for e in kept]
 
 
 def _refuse_foreign(store: Store, other: Store, head: Head, numbers: list[int]) -> None:
     theirs = entry_numbers(other)
-    if not theirs:
-        return
-    try:
-        identity = read_entry(other, theirs[-1]).commit.state
-    except Damaged as damage:
-        raise StateError(f"{other.uri} holds a damaged commit ({damage}); copy to another place") from None
-    if identity != head.commit.state:
+    identities = (_identity(other, number) for number in reversed(theirs))
+    identity = next((found for found in identities if found), "")
+    if theirs and not identity:
+        raise StateError(f"{other.uri} holds damaged commits only; copy to another place")
+    if identity and identity != head.commit.state:
         raise StateError(
             f"{other.uri} holds another state ({identity[:8]}, not {head.commit.state[:8]}); copy to another place"
         )
     for number in theirs:
-        try:
-            same = number in numbers and read_entry(store, number).sha256 == read_entry(other, number).sha256
-        except Damaged:
-            same = False
-        if not same:
+        if number not in numbers or _bytes(store, number) != _bytes(other, number):
             raise StateError(
                 f"{other.uri} has commit {number}, which {store.uri} lacks: it was continued by itself; copy the other "
                 "way, or to another place"
             )
+
+
+def _identity(store: Store, number: int) -> str:
+    try:
+        return read_entry(store, number).commit.state
+    except Damaged:
+        return ""
+
+
+def _bytes(store: Store, number: int) -> bytes:
+    try:
+        return store.read(log_name(number), COMMIT_LIMIT)
+    except (Absent, Unreadable):
+        return b""
 
 
 def collect(
@@ -185,20 +200,6 @@ def collect(
         HeldError: another run holds the state.
     """
     place, store, head = find(target, state, registry)
-    command, note = f"spill state gc {place.again}", ""
-    while True:
-        watched = watch(store, head, takeover=takeover, command=command, tick=tick, say=say)
-        note = watched.note or note
-        before, found = head.commit.run, newest(store) if watched.anew else None
-        head = found or head  # the holder may have committed before it went, and somebody have claimed since
-        if found is None or found.commit.run == before:
-            break
-    if head.commit.number != head.highest:
-        raise StateError(
-            f"{place.uri}: {head.notes[0]}, and gc would free what it names; go back to commit {head.commit.number} "
-            f"first: spill resume {place.again}"
-        )
-    kept = [entry.commit for entry in kept_entries(store, head)[0]]
     run = Run(
         nonce=environment.nonce(),
         claim=0,
@@ -206,9 +207,32 @@ def collect(
         engine="-",
         machine=environment.machine_name(),
         system=environment.operating_system(),
-        notes=("freed unnamed objects", *([note] if note else [])),
+        notes=("freed unnamed objects",),
     )
-    claim = Claim.begin(store, head, head.commit.plan, run, head.commit.state)
+    for tries in reversed(range(CLAIM_TRIES)):
+        command = f"spill state gc {place.again}"
+        watched = watch(store, head, takeover=takeover, command=command, tick=tick, say=say)
+        found = newest(store) or head  # the holder may have committed before it went, and somebody have claimed since
+        quiet, head = found.commit.run == head.commit.run, found
+        if not quiet:
+            continue
+        if head.commit.number != head.highest:
+            raise StateError(
+                f"{place.uri}: {head.notes[0]}, and gc would free what it names; go back to commit "
+                f"{head.commit.number} first: spill resume {place.again}"
+            )
+        kept = [entry.commit for entry in kept_entries(store, head)[0]]
+        if watched.note:
+            run = evolve(run, notes=("freed unnamed objects", watched.note))
+        try:
+            claim = Claim.begin(store, head, head.commit.plan, run, head.commit.state)
+            break
+        except HeldError:
+            if not tries:
+                raise
+            head = newest(store) or head
+    else:
+        raise HeldError(f"{place.uri}: others claim it all the time; run again")
     objects, size = claim.sweep(kept)
     yield f"{place.uri}: removed {objects} objects, {size:,} bytes; {len(kept)} states kept"
     yield f"next: spill state verify {place.again}"

@@ -169,7 +169,7 @@ class AzureContainer:
 
     def run(self, request: Any, *arguments: Any, size: int = 0, **keywords: Any) -> Any:
         """Make a request once; `size` is how many bytes it moves."""
-        return in_time(self._files, request, *arguments, size=size, **keywords, **_ONCE)
+        return in_time(self._files, request, *arguments, size=self.lanes * size, **keywords, **_ONCE)
 
 
 class _Blocks:

@@ -182,7 +182,7 @@ class S3Bucket:
             self._files,
             self._files._call_s3,
             method,
-            size=len(request.get("Body", b"")),
+            size=self.lanes * len(request.get("Body", b"")),
             Bucket=self._bucket,
             **request,
         )
@@ -218,7 +218,12 @@ class _S3Upload:
             if _code(error) != "NoSuchUpload":
                 raise
             lost = error
-        found = self._bucket._call("head_object", Key=self._key)
+        try:
+            found = self._bucket._call("head_object", Key=self._key)
+        except Exception as error:
+            if lost is not None and _code(error) in ("404", "NoSuchKey"):
+                raise lost from None
+            raise
         # An upload that is gone was finished by an earlier try whose answer was lost, if the object carries its mark.
         if lost is not None and found.get("Metadata", {}).get("spill-upload") != self._mark:
             raise lost

@@ -14,21 +14,22 @@ from contextvars import ContextVar
 from enum import Enum, auto
 from typing import Any, Literal, Protocol, TypeVar
 
-from attrs import define, frozen
+from attrs import frozen
 
 from spill.environment import nonce, seconds, sleep
 from spill.errors import StoreError
 from spill.stores import Absent, Buffer, Entry, Exists, Unanswered, Unreadable, check_name
 from spill_store_cloud.place import Place
 
-PART_SIZE = 16 * 1024**2  # a multiple of 256 KiB, as GCS asks; 10,000 parts, as S3 allows, are 160 GB
+PART_SIZE = 8 * 1024**2  # a multiple of 256 KiB, as GCS asks; 10,000 parts, as S3 allows, are 80 GB
 PATIENCE_SECONDS = 300.0
 QUIET_SECONDS = 3.0
 SAY_EVERY_SECONDS = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-# One request, from its first byte to the answer's last: what no answer needs, and what its bytes need on a slow line.
-REQUEST_SECONDS, SLOWEST_BYTES_PER_SECOND = 60.0, 100_000
-LAST_TRY_SECONDS = 10.0
+# One request, from its first byte to the answer's last: for the answer, and for its bytes on a slow line.
+REQUEST_SECONDS, LAST_TRY_SECONDS = 60.0, 10.0
+SLOWEST_BYTES_PER_SECOND = 200_000
+FORGET_SECONDS = 30.0
 READ_RESTARTS = 5
 UPLOAD_TRIES = 3
 
@@ -125,16 +126,17 @@ _left: ContextVar[float] = ContextVar("seconds until patience ends", default=PAT
 
 
 def in_time(files: Any, request: Callable[..., Any], *arguments: Any, size: int = 0, **keywords: Any) -> Any:
-    """Run a coroutine of the fsspec file system `files` in its own loop, for as long as a request that moves `size`
-    bytes may take. The libraries' own limits miss a store that accepts a connection and falls silent within it.
+    """Run a coroutine of the fsspec file system `files` in its own loop, for as long as a request may take. `size` is
+    how many bytes it moves, with those of others beside it on the same line. The libraries' own limits miss a store
+    that accepts a connection and falls silent within it.
 
     Raises:
         TimeoutError: it took longer, and was cancelled.
     """
     from fsspec.asyn import sync
 
-    seconds = min(REQUEST_SECONDS + size / SLOWEST_BYTES_PER_SECOND, max(_left.get(), LAST_TRY_SECONDS))
-    return sync(files.loop, request, *arguments, timeout=seconds, **keywords)
+    limit = min(REQUEST_SECONDS, max(_left.get(), LAST_TRY_SECONDS)) + size / SLOWEST_BYTES_PER_SECOND
+    return sync(files.loop, request, *arguments, timeout=limit, **keywords)
 
 
 class CloudStore:
@@ -295,6 +297,8 @@ class CloudStore:
                 raise
             except Exception as error:  # of any kind: each library has its own, and lets those of others through
                 fault = self._judge(error)
+                if fault.kind not in (Kind.BUSY, Kind.SILENT):
+                    patience.succeeded()  # in that the store answers
                 if fault.kind is Kind.ABSENT and verb in ("read", "delete"):
                     raise Absent(name) from None
                 if fault.kind is Kind.TAKEN and verb == "create":
@@ -324,36 +328,50 @@ class CloudStore:
         return self._bucket.judge(error)
 
 
-@define
 class _Patience:
-    """How long a thread has asked without a success, and what was said of it. An object's parts share one."""
+    """How long a thread has asked without an answer, and what was said of it. An object's parts share one."""
 
-    uri: str
-    limit: float
-    _since: float | None = None  # when the first request began that failed after the last success
-    _said: bool = False
+    def __init__(self, uri: str, limit: float) -> None:
+        self.limit = limit
+        self._uri = uri
+        self._lock = threading.Lock()
+        self._since: float | None = None  # when the first request began that failed after the last answer
+        self._failed = 0.0  # when the last one failed
+        self._said = False
 
     def left(self, now: float) -> float:
-        return self.limit - (now - self._since if self._since is not None else 0.0)
+        with self._lock:
+            return self.limit - self._gone(now, now)
 
     def pause(self, begun: float, reason: str, attempt: int) -> bool:
         """Wait before asking again; False when that has gone on for too long. `begun` is when the last request was."""
-        if self._since is None:
-            self._since = begun
-        gone = seconds() - self._since
+        with self._lock:
+            now = seconds()
+            gone = self._gone(begun, now)
+            self._since = now - gone
+            self._failed = now
         if gone >= self.limit:
             return False
-        if gone >= QUIET_SECONDS:
-            self._said |= say(f"{self.uri}: {reason}; trying again for up to {self.limit - gone:.0f} s")
+        if gone >= QUIET_SECONDS and say(f"{self._uri}: {reason}; trying again for up to {self.limit - gone:.0f} s"):
+            self._said = True
         jitter = 0.5 + int(nonce(), 16) / 2**65
         pause = min(FIRST_PAUSE * 2 ** min(attempt, 10), LONGEST_PAUSE) * jitter
         sleep(min(pause, max(0.0, self.limit - gone)))
         return True
 
     def succeeded(self) -> None:
-        if self._said and self._since is not None:
-            say(f"{self.uri}: answers again after {seconds() - self._since:.0f} s", always=True)
-        self._since, self._said = None, False
+        with self._lock:
+            since, said = self._since, self._said
+            self._since, self._said = None, False
+        if said and since is not None:
+            say(f"{self._uri}: answers again after {seconds() - since:.0f} s", always=True)
+
+    def _gone(self, begun: float, now: float) -> float:
+        """Seconds without an answer up to `now`, for a request that began at `begun`: what failed long before that, and
+        was given up, is another matter."""
+        if self._since is None or begun - self._failed > FORGET_SECONDS:
+            return now - begun
+        return now - self._since
 
 
 _saying = threading.Lock()

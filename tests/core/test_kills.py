@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spill.signals import StopRequest
 from spill.testing.plugins import install_plugin
 from tests.conftest import Outcome, Spill, write_folder
 from tests.core.builds import entry, everything, files, head, loadable, log_numbers, newest_entry, one_line, position
@@ -250,6 +251,31 @@ def test_a_process_that_reaches_no_place_to_stop_leaves_in_bounded_time(
     assert 0.2 < time.monotonic() - begun < 12
     assert "no place to stop was reached in time; the last commit stands" in child.err
     assert head(state).stages["eval:base"].finished
+
+
+@pytest.mark.parametrize(
+    ("gaps", "bound"),
+    [([1, 1, 1], 15), ([1, 900, 1], 15), ([900, 40, 1], 40), ([1, 40, 40, 30], 40)],
+    ids=["short steps", "one long gap", "a load and long steps", "long steps"],
+)
+def test_a_stop_waits_for_a_micro_batch_as_long_as_they_take_here(
+    monkeypatch: pytest.MonkeyPatch, gaps: list[int], bound: int
+) -> None:
+    """The longest time but one between two places to stop: a single one is a model that was loaded, or a sleep."""
+    now, slept = [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = StopRequest()
+    stop.tick()
+    for gap in gaps:
+        now[0] += gap
+        with stop.saving():
+            now[0] += 500  # a slow store is no micro-batch
+    ears, bell = os.pipe()
+    os.write(bell, b"!")
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("spill.signals._leave", lambda text, code: None)
+    stop._watch(ears)
+    assert slept == [bound]
 
 
 SITECUSTOMIZE = """

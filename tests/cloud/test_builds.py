@@ -212,7 +212,7 @@ def test_a_race_of_two_resumes_has_one_winner_and_no_step_is_made_twice(
     figures: Callable[[str], None],
     takeover: bool,
 ) -> None:
-    folder = write_folder(tmp_path / "folder", small, rows=4, epochs=1, batch=1, rank=2, stages=["tune"])
+    folder = write_folder(tmp_path / "folder", small, rows=16, epochs=1, batch=1, rank=2, stages=["tune"])
     expected = whole(folder)
     fine(spill("build", folder, "--state", tmp_path / "stopped", "--stop-after", "tune:1"))
     stopped = contents(LocalStore(str(tmp_path / "stopped")))

@@ -16,7 +16,7 @@ from spill.claim import Claim, stranger
 from spill.errors import HeldError, StoreError
 from spill.records import Commit, Malformed, from_json, printable, to_json
 from spill.signals import StopRequest
-from spill.state import Head
+from spill.state import Head, newest
 from spill.stores import Absent, Store, Unreadable
 
 RENEW_SECONDS = 15.0
@@ -113,6 +113,8 @@ def watch(
             if now != first:
                 if not now:
                     return Watched(anew=True)
+                found = newest(store)  # it may have committed while it was watched
+                commit = found.commit if found else commit
                 raise HeldError(
                     f"{store.uri} is held by {who} at {_where(now, commit)}, alive {max(0.0, age):.0f} s ago; wait, or "
                     f"take over with: {command} --takeover (it loses what is not committed since {_committed(commit)})"

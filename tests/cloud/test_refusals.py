@@ -220,6 +220,19 @@ def test_google_a_token_that_cannot_be_had_for_now_is_asked_for_again(retryable:
     assert "Invalid JWT Signature" in fault.reason
 
 
+def test_google_a_clock_that_is_off() -> None:
+    pytest.importorskip("gcsfs")
+    from gcsfs.retry import HttpError
+    from google.auth.exceptions import RefreshError
+
+    gs = import_module("spill_store_cloud.gs")
+    wrapped = HttpError({"code": 401, "message": "Invalid Credentials"})
+    wrapped.__cause__ = RefreshError("Invalid JWT: Token must be a short-lived token and in a reasonable timeframe.")
+    fault = gs.GoogleBucket(None, "bucket").judge(wrapped)
+    assert fault.kind.name == "REFUSED"
+    assert "this machine's clock is off, set it" in fault.reason
+
+
 def test_google_a_user_in_the_endpoint_is_not_shown(
     fake_gcs: Server, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:

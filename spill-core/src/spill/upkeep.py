@@ -212,7 +212,8 @@ def collect(
     for tries in reversed(range(CLAIM_TRIES)):
         command = f"spill state gc {place.again}"
         watched = watch(store, head, takeover=takeover, command=command, tick=tick, say=say)
-        found = newest(store) or head  # the holder may have committed before it went, and somebody have claimed since
+        # The holder may have committed before it went, and somebody have claimed since.
+        found = (newest(store) if watched.anew else None) or head
         quiet, head = found.commit.run == head.commit.run, found
         if not quiet:
             continue
